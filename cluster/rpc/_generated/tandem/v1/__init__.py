@@ -1,0 +1,1 @@
+"""Made by `python -m cluster.rpc.generate`; do not edit."""

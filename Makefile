@@ -62,14 +62,17 @@ bench: $(VENV)/.base $(VENV)/.weights  ## measure the engine against transformer
 test: $(VENV)/.dev lint  ## run every check and test
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.dev  ## ruff, mypy --strict, buf lint
+lint: $(VENV)/.dev  ## ruff, mypy --strict, buf lint proto
 	$(BIN)/ruff check cluster actors tests
 	$(BIN)/mypy
-	$(BIN)/buf lint
+	$(BIN)/buf lint proto
 
 format: $(VENV)/.dev  ## rewrite the sources in the one format
 	$(BIN)/ruff check --fix cluster actors tests
 	$(BIN)/ruff format cluster actors tests
+
+proto: $(VENV)/.dev  ## regenerate cluster/rpc/_generated from proto/
+	$(BIN)/python -m cluster.rpc.generate
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,35 @@
+"""What an engine is built from. Owns no parsing: the pydantic configuration converts to this. Read by `Engine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes are in tokens unless the name says otherwise.
+
+    `kv_bytes` is the one budget that the target's and the draft's pool share. `chunk` bounds the prompt tokens a request
+    computes in one step (None: only `token_budget` bounds them). `max_len` bounds prompt plus output; None means the
+    model's own limit.
+    """
+
+    model: Path
+    draft: Path | None = None
+    method: str = "none"
+    num_speculative_tokens: int = 3
+    dtype: str = "auto"
+    block_size: int = 16
+    draft_block_size: int | None = None
+    kv_bytes: int = 1 << 30
+    max_batch: int = 32
+    max_queue: int = 256
+    token_budget: int = 2048
+    chunk: int | None = 512
+    max_len: int | None = None
+    enable_reuse: bool = True
+    audit: bool = False
+    ngram_min: int = 2
+    ngram_max: int = 4
+    threads: int | None = None

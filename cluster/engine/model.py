@@ -1,0 +1,176 @@
+"""Loading a decoder-only transformers model from a local folder of safetensors.
+
+Nothing is downloaded, no code from the folder is run and no pickle is read: a folder that would need any of that is
+refused with one sentence that says what to do. What comes back has passed the gate (`cluster.engine.gate`), so its
+attention really is ours. Called by `Engine` for the target and by drafters for an independent draft.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cluster.engine.attention import TANDEM_PAGED
+from cluster.engine.gate import check_and_measure
+from cluster.engine.kv_tensors import KvLayout
+from cluster.errors import ModelLoadError
+
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that passed the gate. `max_positions` is None where the model states no limit."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    layout: KvLayout
+    fingerprint: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_positions: int | None
+    hidden_size: int
+    num_layers: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_target(path: Path, dtype: str = "auto", device: torch.device | None = None) -> LoadedModel:
+    """Load and check the model in `path`. `dtype` "auto" is float32 on a CPU and the model's own elsewhere.
+
+    Raises ModelLoadError with one sentence for every reason not to serve the folder.
+    """
+    device = device or torch.device("cpu")
+    raw_config = read_config(path)
+    weights = weight_files(path)
+    model = _load(path, resolve_dtype(dtype, device), device)
+    return describe(model, fingerprint(raw_config, weights), generation_eos(path))
+
+
+def describe(model: PreTrainedModel, identity: str, eos_ids: tuple[int, ...] = ()) -> LoadedModel:
+    """Pass `model` (on its device, `eval`, attention set to ours) through the gate and read off what the engine needs."""
+    layout = check_and_measure(model)
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return LoadedModel(
+        model=model,
+        config=config,
+        layout=layout,
+        fingerprint=identity,
+        vocab_size=config.vocab_size,
+        eos_ids=eos_ids or _as_ids(config.eos_token_id),
+        max_positions=positions,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        device=model.device,
+        dtype=model.dtype,
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`config.json` of a model folder. Raises ModelLoadError if there is none or it asks for code of its own."""
+    if not path.is_dir():
+        raise ModelLoadError(f"model is {path}, but must be an existing folder: give the path of a model folder.")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ModelLoadError(f"{path} has no readable config.json: give the folder of a transformers model.") from None
+    if not isinstance(config, dict) or "auto_map" in config:
+        raise ModelLoadError(
+            f"{path}/config.json needs Python code from its folder (auto_map), which is never run: "
+            "use a model whose architecture is part of transformers."
+        )
+    return config
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of a folder, sorted. Raises ModelLoadError if there are none."""
+    files = tuple(sorted(path.glob("*.safetensors")))
+    if not files:
+        other = ", but pickled weights, which are never read" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
+        raise ModelLoadError(f"{path} holds no *.safetensors file{other}: convert the weights to safetensors.")
+    return files
+
+
+def fingerprint(config: dict[str, Any], weights: tuple[Path, ...]) -> str:
+    """Identity of a model: its configuration and, of every tensor, name, shape and a sample of its bytes.
+
+    Sampling each tensor tells two fine-tunes of one base apart without reading all of a large checkpoint.
+    """
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in weights:
+        try:
+            _hash_tensors(file, digest)
+        except (OSError, ValueError, struct.error, KeyError, TypeError):
+            raise ModelLoadError(f"{file} is not a valid safetensors file: fetch or convert it again.") from None
+    return digest.hexdigest()
+
+
+def _hash_tensors(file: Path, digest: Any) -> None:
+    with file.open("rb") as data:
+        size = struct.unpack("<Q", data.read(8))[0]
+        if size > file.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header = data.read(size)
+        digest.update(header)
+        for name, entry in sorted(json.loads(header).items()):
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            for offset in {first, max(first, last - _SAMPLE_BYTES)}:
+                data.seek(8 + size + offset)
+                digest.update(data.read(min(_SAMPLE_BYTES, last - offset)))
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """The torch type of a configured name; "auto" is left to the checkpoint except on a CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelLoadError(f"dtype is {name}, but must be auto, float32, bfloat16 or float16: choose one of them.")
+    return dtype
+
+
+def _load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=TANDEM_PAGED,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises whatever the folder makes it stumble over
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise ModelLoadError(f"{path} can't be loaded as a causal language model ({reason}): check the folder.") from error
+    lacking = sorted({*info["missing_keys"], *(str(entry[0]) for entry in info["mismatched_keys"])})
+    if lacking:
+        raise ModelLoadError(
+            f"{path} lacks {len(lacking)} weights of its architecture ({', '.join(lacking[:3])}): fetch or convert it again."
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def generation_eos(path: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of `generation_config.json`, which override the model configuration's; () if it has none."""
+    try:
+        content = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    return _as_ids(content.get("eos_token_id")) if isinstance(content, dict) else ()
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)

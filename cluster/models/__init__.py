@@ -1,0 +1,1 @@
+"""Model folders: converting and locating the weights that the engine loads."""

@@ -88,7 +88,7 @@ class EngineSection(BaseModel):
     token_budget: int = Field(default=2048, ge=16, le=1_048_576)
     """Tokens that one step may compute."""
     chunk: int | None = Field(default=512, ge=1, le=1_048_576)
-    """Longest piece of a prompt computed in one step; null leaves it to token_budget."""
+    """Longest piece of a prompt computed in one step; none leaves it to token_budget."""
     max_model_len: int | None = Field(default=None, ge=2, le=16_777_216)
     """Longest prompt plus output; unset means what the model was made for."""
     reuse: bool = True
@@ -122,6 +122,7 @@ class TandemConfig(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
         env_nested_delimiter=_NESTING,
+        env_parse_none_str="none",
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,

@@ -1,0 +1,1 @@
+"""The `tandem` command: one file per subcommand, and what they share."""

@@ -1,0 +1,231 @@
+"""The scheduler without its process: takes registrations, heartbeats and reports, and places requests.
+
+Owns the prefix map, the leases, the report order and the reservations of every worker, and keeps them in step. Invariants: a
+worker is a candidate only between its registration and the end of its lease; reports and heartbeats of any other epoch
+change nothing; a placement is chosen and reserved in one synchronous call, so two requests can't take the same free place.
+
+Every method takes `now`, seconds on the caller's monotonic clock. Called by the scheduler actor, on one thread.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.errors import ConfigError, StaleEpoch
+from cluster.routing.health import HealthState, Leases
+from cluster.routing.policy import Candidate, CostModel, choose, expected_frontier, lacking_tokens
+from cluster.routing.prefix_map import Depth, PrefixMap
+from cluster.routing.report_order import ReportOrder, Verdict
+from cluster.routing.reservations import Reservations
+from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad, WorkerStatus
+
+if TYPE_CHECKING:
+    from cluster.core.frontier import FrontierReport
+
+Hints = Mapping[tuple[str, int], Depth]
+"""(worker id, epoch) -> depth, from the directory."""
+
+_NOTHING = Depth(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    lease_s: float = 3.0
+    """A worker that has not been heard of for this long is dead."""
+    reservation_s: float = 2.0
+    max_blocks: int = 2_000_000
+    """Hard cap of the prefix map."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """What the scheduler asks of a worker."""
+
+    registered: bool
+    """False: this life of the worker is unknown here, register (again)."""
+    want_snapshot: bool
+    """Reports are missing: send everything."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    info: WorkerInfo
+    order: ReportOrder
+    reservations: Reservations
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+
+    @property
+    def in_flight(self) -> int:
+        return self.load.running + self.load.waiting + len(self.reservations)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.load.prefill_tokens + self.reservations.prefill_tokens
+
+
+class Router:
+    def __init__(self, limits: RouterLimits, costs: CostModel, rng: random.Random) -> None:
+        self.map = PrefixMap(limits.max_blocks)
+        self._limits = limits
+        self._costs = costs
+        self._rng = rng
+        self._leases = Leases(limits.lease_s)
+        self._workers: dict[str, _Worker] = {}
+
+    # ---------------------------------------------------------------- workers
+
+    def register(self, info: WorkerInfo, now: float) -> None:
+        """Takes a life of a worker in. Registering the same life twice changes nothing.
+
+        Raises:
+            StaleEpoch: a later life of that worker is registered.
+            ConfigError: another worker serves the same model under different keys; reuse between them would silently fail.
+        """
+        known = self._workers.get(info.worker_id)
+        if known is not None and known.info.epoch > info.epoch:
+            raise StaleEpoch(info.epoch, known.info.epoch)
+        self._check_agreement(info)
+        self._leases.grant(info.worker_id, info.epoch, now)
+        if known is not None and known.info.epoch == info.epoch:
+            known.info = info
+            return
+        self._workers[info.worker_id] = _Worker(
+            info, ReportOrder(info.epoch), Reservations(self._limits.reservation_s)
+        )
+        self.map.reset(info.worker_id)
+
+    def heartbeat(self, worker_id: str, epoch: int, load: WorkerLoad, now: float) -> HeartbeatReply:
+        worker = self._find(worker_id, epoch)
+        if worker is None or not self._leases.renew(worker_id, epoch, now):
+            return HeartbeatReply(registered=False, want_snapshot=False)
+        worker.load = load
+        worker.reservations.settle(load.started)
+        worker.order.note_sent(load.last_seq)
+        return HeartbeatReply(registered=True, want_snapshot=not worker.order.complete)
+
+    def apply(self, report: FrontierReport) -> Verdict:
+        """Brings one report into the map; on GAP the worker is to be asked for a snapshot."""
+        worker = self._find(report.worker, report.epoch)
+        if worker is None:
+            return Verdict.STALE
+        verdict = worker.order.judge(report)
+        if verdict is Verdict.APPLY:
+            if report.snapshot:
+                self.map.reset(report.worker)
+            self.map.remove(report.worker, report.removed)
+            self.map.store(report.worker, report.stored)
+        return verdict
+
+    def suspect(self, worker_id: str, epoch: int) -> None:
+        """Somebody failed to reach it: no new requests until it is heard of again."""
+        self._leases.suspect(worker_id, epoch)
+
+    def lose(self, worker_id: str, epoch: int) -> bool:
+        """That life of the worker is over, for sure. Returns whether it was registered."""
+        if self._find(worker_id, epoch) is None:
+            return False
+        del self._workers[worker_id]
+        self._leases.revoke(worker_id)
+        self.map.drop(worker_id)
+        return True
+
+    def expire(self, now: float) -> list[WorkerInfo]:
+        """Ends what ran out of time; returns the workers whose lease did. To be called a few times a second."""
+        for worker in self._workers.values():
+            worker.reservations.expire(now)
+        dead = [self._workers[worker_id].info for worker_id in self._leases.expired(now)]
+        for info in dead:
+            self.lose(info.worker_id, info.epoch)
+        self.map.sweep()
+        return dead
+
+    # ---------------------------------------------------------------- requests
+
+    def incomplete(self, model: str) -> bool:
+        """Whether the picture of some worker of that model has gaps, so that the directory's hints are worth asking for."""
+        return any(w.info.model.name == model and not w.order.complete for w in self._workers.values())
+
+    def dispatch(self, query: DispatchQuery, now: float, hints: Hints | None = None) -> Placement | Refusal:
+        """Chooses the cheapest worker and reserves its load, in one step."""
+        alive = [w for w in self._workers.values() if self._alive(w, query, now)]
+        if not alive:
+            return self._nobody(query)
+        for worker in alive:
+            worker.reservations.expire(now)
+        free = [w for w in alive if w.in_flight < w.info.capacity]
+        depths = self._depths(query, hints or {}) if query.reuse else {}
+        candidates = [
+            Candidate(w.info, depths.get(w.info.worker_id, _NOTHING), w.in_flight, w.prefill_tokens) for w in free
+        ]
+        chosen = choose(query, candidates, self._costs, self._rng)
+        if chosen is None:
+            return self._full(alive)
+        return self._reserve(query, chosen, now)
+
+    def status(self, now: float) -> list[WorkerStatus]:
+        return [
+            WorkerStatus(
+                info=worker.info,
+                load=worker.load,
+                state=self._leases.state(worker_id, now),
+                heartbeat_age_s=self._leases.age(worker_id, now),
+                reserved=len(worker.reservations),
+                blocks_known=self.map.blocks_of(worker_id),
+            )
+            for worker_id, worker in sorted(self._workers.items())
+        ]
+
+    # ---------------------------------------------------------------- inside
+
+    def _find(self, worker_id: str, epoch: int) -> _Worker | None:
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.info.epoch == epoch else None
+
+    def _check_agreement(self, info: WorkerInfo) -> None:
+        for other in self._workers.values():
+            if other.info.worker_id == info.worker_id or other.info.model.name != info.model.name:
+                continue
+            difference = info.model.disagreement(other.info.model)
+            if difference is not None:
+                raise ConfigError(
+                    f"worker {info.worker_id} and worker {other.info.worker_id} serve {info.model.name} with different "
+                    f"{difference}: start them with the same model folder and engine options."
+                )
+
+    def _alive(self, worker: _Worker, query: DispatchQuery, now: float) -> bool:
+        info = worker.info
+        return (
+            info.model.name == query.model
+            and info.worker_id not in query.exclude
+            and self._leases.state(info.worker_id, now) is HealthState.LIVE
+        )
+
+    def _depths(self, query: DispatchQuery, hints: Hints) -> dict[str, Depth]:
+        depths = self.map.depths(query.keys)
+        for (worker_id, epoch), hint in hints.items():
+            worker = self._find(worker_id, epoch)
+            if worker is not None and not worker.order.complete:
+                known = depths.get(worker_id, _NOTHING)
+                depths[worker_id] = Depth(max(known.target, hint.target), max(known.draft, hint.draft))
+        return depths
+
+    def _reserve(self, query: DispatchQuery, chosen: Candidate, now: float) -> Placement:
+        info = chosen.info
+        lacking, _ = lacking_tokens(query, info, chosen.depth)
+        self._workers[info.worker_id].reservations.add(query.request_id, lacking, now)
+        self.map.touch(query.keys[: max(chosen.depth)])
+        return Placement(info.worker_id, info.epoch, info.address, expected_frontier(query, info, chosen.depth))
+
+    def _nobody(self, query: DispatchQuery) -> Refusal:
+        reason = f"no worker serving {query.model} is alive; try again in a few seconds."
+        return Refusal(reason, retry_after_s=self._limits.lease_s, saturated=False)
+
+    def _full(self, alive: list[_Worker]) -> Refusal:
+        # The time until the worker with the shortest queue has finished one request.
+        shortest = min(worker.in_flight / worker.info.max_running for worker in alive)
+        wait_s = max(0.1, self._costs.queued_request_ms / 1000.0 / max(shortest, 1.0))
+        places = sum(worker.info.capacity for worker in alive)
+        return Refusal(f"all {places} places of {len(alive)} workers are taken; try again later.", wait_s, saturated=True)

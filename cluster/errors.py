@@ -14,11 +14,12 @@
      ├ RequestCancelled       the client gave up                         CANCELLED            499
      └ Internal               a defect; only an id leaves the server     INTERNAL             500
 
-Invariant: `str(error)` is a sentence made for the user. It names the field, the value, the limit and what to do, and holds
-nothing from inside the server. Every other exception is a defect, which the edges turn into `Internal`.
+Invariant: `str(error)` is a sentence made for the user. It names the field, the value, the limit and what to do, and
+holds nothing from inside the server. Every other exception is a defect, which the edges turn into `Internal`.
 Raised everywhere; mapped to wire codes only by `cluster.rpc.status` and the HTTP edge.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 _SHOWN_CHARS = 64
@@ -34,17 +35,29 @@ class TandemError(Exception):
         super().__init__(message)
         self.message = message
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """What the error holds, by name: strings and numbers, the message among them."""
+        return dict(self.__dict__)
+
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process boundaries by value; subclasses take other arguments than the message, so the copy is rebuilt
-        # from its fields rather than by calling `__init__` again.
-        return _rebuild, (type(self), self.__dict__.copy())
+        # Errors cross process boundaries by value, and subclasses take other arguments than the message.
+        return revive, (type(self).__name__, self.fields)
 
 
-def _rebuild(kind: type[TandemError], fields: dict[str, object]) -> TandemError:
-    error = kind.__new__(kind, fields["message"])
+def revive(kind: str, fields: Mapping[str, object]) -> TandemError:
+    """The error whose class and `fields` these were; a plain `TandemError` when the class is not known here."""
+    found = next((each for each in _subclasses(TandemError) if each.__name__ == kind), TandemError)
+    error = found.__new__(found)
     error.args = (fields["message"],)
     error.__dict__.update(fields)
     return error
+
+
+def _subclasses(kind: type[TandemError]) -> Iterator[type[TandemError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 class ConfigError(TandemError):
@@ -68,7 +81,7 @@ class InvalidRequest(TandemError):
     http_status = 400
 
     def __init__(self, field: str, value: object, limit: str, remedy: str) -> None:
-        """`limit` completes "must be ..."; `remedy` is an instruction without its full stop, such as "shorten the prompt"."""
+        """`limit` completes "must be ..."; `remedy` is an instruction without full stop, as in "shorten the prompt"."""
         self.field, self.value, self.limit, self.remedy = field, show(value), limit, remedy
         super().__init__(f"{field} is {self.value}, but must be {limit}: {remedy}.")
 
@@ -94,7 +107,8 @@ class ModelNotFound(TandemError):
 
     def __init__(self, model: str, served: tuple[str, ...]) -> None:
         self.model, self.served = model, served
-        super().__init__(f"model is {show(model)}, but must be one of those served ({', '.join(served) or 'none'}): ask for one of them.")
+        names = ", ".join(served) or "none"
+        super().__init__(f"model is {show(model)}, but must be one of those served ({names}): ask for one of them.")
 
 
 class Unauthenticated(TandemError):
@@ -123,7 +137,7 @@ class StaleEpoch(TandemError):
 
     def __init__(self, requested: int, current: int) -> None:
         self.requested, self.current = requested, current
-        super().__init__(f"epoch is {requested}, but must be {current}, this worker's own: ask the scheduler for a new placement.")
+        super().__init__(f"epoch is {requested}, but must be {current}, this worker's own: ask for a new placement.")
 
 
 class Unavailable(TandemError):

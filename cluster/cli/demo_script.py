@@ -1,0 +1,57 @@
+"""The scripted conversation of `tandem demo`, and what is kept of each answer.
+
+Owns the three requests: the second continues the first, the third shares only its system prompt. Invariant: decoding is
+greedy, so the texts depend on the model alone, not on speculation, reuse or the worker. Used by `cluster.cli.demo`.
+"""
+
+from dataclasses import dataclass
+
+SYSTEM = (
+    "You are a helpful guide to the natural world. You answer in plain words that a child of ten can follow, you stay "
+    "with facts that are well known, you explain one thing at a time, and you keep every answer to two or three short "
+    "sentences."
+)
+MAX_TOKENS = 64
+
+Message = tuple[str, str]
+"""Role and content."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request: what the user says, and whether the conversation so far goes before it."""
+
+    title: str
+    user: str
+    continues: bool
+
+    def messages(self, so_far: list[Message]) -> list[Message]:
+        """The conversation to send; `so_far` ends with the answer to the turn before."""
+        return [*(so_far if self.continues else [("system", SYSTEM)]), ("user", self.user)]
+
+
+TURNS = (
+    Turn("a new conversation", "Why is the sky blue during the day?", continues=False),
+    Turn("continues it", "And why does it turn red in the evening?", continues=True),
+    Turn(
+        "another conversation under the same system prompt", "How do birds find their way in winter?", continues=False
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Played:
+    """One answer, as `tandem demo --json` writes it.
+
+    Tokens of the prompt; `reused_draft` is None without a draft pool, `acceptance` (tokens a step) without speculation.
+    """
+
+    worker: str
+    prompt_tokens: int
+    reused_target: int
+    reused_draft: int | None
+    reused_joint: int
+    acceptance: float | None
+    ttft_s: float
+    tokens_per_s: float
+    text: str

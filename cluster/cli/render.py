@@ -63,7 +63,8 @@ def answer_line(played: Played) -> str:
     return (
         f"{played.worker}: {played.prompt_tokens} prompt tokens, reused {played.reused_target} target / "
         f"{dash(played.reused_draft)} draft / {played.reused_joint} joint; "
-        f"{dash(played.acceptance, '.2f')} tokens a step, first token after {played.ttft_s:.2f} s, {played.tokens_per_s:.1f} tokens/s"
+        f"{dash(played.acceptance, '.2f')} tokens a step, first token after {played.ttft_s:.2f} s, "
+        f"{played.tokens_per_s:.1f} tokens/s"
     )
 
 

@@ -1,8 +1,9 @@
 """Keeps a slow or dead Redis from slowing anything else down.
 
-Every operation gets a time limit. After a few failures in a row the breaker opens: operations fail at once for a while, then
-one is let through to try (half open), and its outcome closes or reopens the breaker, each time for longer.
-Invariant: while open, no operation touches the network. One breaker belongs to one `cluster.directory.store.Directory`.
+Every operation gets a time limit. After a few failures in a row the breaker opens: operations fail at once for a
+while, then one is let through to try (half open), and its outcome closes or reopens the breaker, each time for
+longer. Invariant: while open, no operation touches the network. One breaker belongs to one
+`cluster.directory.store.Directory`.
 """
 
 import asyncio

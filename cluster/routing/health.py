@@ -1,7 +1,7 @@
 """Which workers are believed alive: leases renewed by heartbeats, on the monotonic clock of one process.
 
-Invariant: only heartbeats of the registered epoch renew a lease; a worker without a valid lease is never a candidate. The
-clock is passed in, so a jump of the wall clock expires nothing. Owned by `cluster.routing.router`.
+Invariant: only heartbeats of the registered epoch renew a lease; a worker without a valid lease is never a candidate.
+The clock is passed in, so a jump of the wall clock expires nothing. Owned by `cluster.routing.router`.
 """
 
 from dataclasses import dataclass

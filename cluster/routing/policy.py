@@ -1,10 +1,12 @@
 """What placing a request on a worker would cost, in predicted milliseconds, and which candidate is cheapest.
 
-Cost = prefill of what the target pool lacks + prefill of what the draft pool lacks + the prefill already waiting there + the
-share of decode steps + the wait for a free place in the batch. A hidden-state draft reuses only to the joint frontier, so
-both pools are priced from there; an independent draft catches up alone, so each pool is priced from its own depth.
+Cost = prefill of what the target pool lacks + prefill of what the draft pool lacks + the prefill already waiting
+there + the share of decode steps + the wait for a free place in the batch. A hidden-state draft reuses only to the
+joint frontier, so both pools are priced from there; an independent draft catches up alone, so each pool is priced
+from its own depth.
 
-Pure and stateless: `cluster.routing.router` gathers the candidates and reserves the winner; a simulator can do the same.
+Pure and stateless: `cluster.routing.router` gathers the candidates and reserves the winner; a simulator can do the
+same.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cos
     )
 
 
-def choose(query: DispatchQuery, candidates: Sequence[Candidate], model: CostModel, rng: random.Random) -> Candidate | None:
+def choose(
+    query: DispatchQuery, candidates: Sequence[Candidate], model: CostModel, rng: random.Random
+) -> Candidate | None:
     """The cheapest candidate; equal ones are told apart at random, so that idle workers share the load."""
     if not candidates:
         return None

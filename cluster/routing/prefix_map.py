@@ -1,8 +1,8 @@
 """Which worker holds which raw block, in which of its pools: the scheduler's in-memory picture of the cluster.
 
-Each block key maps to one integer with two bits per worker: its target pool holds the block, its draft pool does. Workers
-publish contiguous frontiers (a block is never held without its ancestors), so each bit is monotone along a prompt's chain
-of keys and a bisection finds where it ends.
+Each block key maps to one integer with two bits per worker: its target pool holds the block, its draft pool does.
+Workers publish contiguous frontiers (a block is never held without its ancestors), so each bit is monotone along a
+prompt's chain of keys and a bisection finds where it ends.
 
 Invariants: at most `max_blocks` keys, the least recently used go first; a worker that is dropped disappears from every
 answer at once, and its slot is not given to another before a sweep has erased its bits.
@@ -37,7 +37,8 @@ class PrefixMap:
         self._holders: dict[int, int] = {}
         """Short key -> holder bits, in order of last use."""
         self._shared: dict[int, int] = {}
-        """One object per distinct value of holder bits: with hundreds of workers the integers are long, and few differ."""
+        """One object per distinct value of holder bits: with hundreds of workers the integers are long, and few
+        differ."""
         self._slots: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._counts: dict[int, int] = {}
@@ -100,7 +101,8 @@ class PrefixMap:
         return {self._names[slot]: Depth(found.get(2 * slot, 0), found.get(2 * slot + 1, 0)) for slot in slots}
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Marks a chain as just used. Free of charge while the map is less than half full: nothing is about to be evicted."""
+        """Marks a chain as just used. Free of charge while the map is less than half full: nothing is about to be
+        evicted."""
         if 2 * len(self._holders) < self.max_blocks:
             return
         for key in reversed(keys):

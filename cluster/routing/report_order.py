@@ -1,8 +1,8 @@
 """Puts each worker's numbered reports in order: what to apply, what to drop, when to ask for a snapshot.
 
-Invariant: a report is accepted once, directly after its predecessor of the same epoch; a snapshot is accepted whenever it is
-newer than what was accepted. So losing, repeating or reordering reports can delay the picture but not falsify it.
-Owned by `cluster.routing.router`.
+Invariant: a report is accepted once, directly after its predecessor of the same epoch; a snapshot is accepted
+whenever it is newer than what was accepted. So losing, repeating or reordering reports can delay the picture but not
+falsify it. Owned by `cluster.routing.router`.
 """
 
 from __future__ import annotations

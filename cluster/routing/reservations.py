@@ -1,7 +1,7 @@
 """Load that was placed on a worker but is not yet in its heartbeats.
 
-Without it, every request of a burst would see the same idle worker. Invariant: a reservation lives from the decision until
-the worker's heartbeat names the request, or until `ttl_s` has passed (the request never arrived). Owned by
+Without it, every request of a burst would see the same idle worker. Invariant: a reservation lives from the decision
+until the worker's heartbeat names the request, or until `ttl_s` has passed (the request never arrived). Owned by
 `cluster.routing.router`.
 """
 

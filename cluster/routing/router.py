@@ -1,8 +1,9 @@
 """The scheduler without its process: takes registrations, heartbeats and reports, and places requests.
 
-Owns the prefix map, the leases, the report order and the reservations of every worker, and keeps them in step. Invariants: a
-worker is a candidate only between its registration and the end of its lease; reports and heartbeats of any other epoch
-change nothing; a placement is chosen and reserved in one synchronous call, so two requests can't take the same free place.
+Owns the prefix map, the leases, the report order and the reservations of every worker, and keeps them in step.
+Invariants: a worker is a candidate only between its registration and the end of its lease; reports and heartbeats of
+any other epoch change nothing; a placement is chosen and reserved in one synchronous call, so two requests can't take
+the same free place.
 
 Every method takes `now`, seconds on the caller's monotonic clock. Called by the scheduler actor, on one thread.
 """
@@ -82,7 +83,8 @@ class Router:
 
         Raises:
             StaleEpoch: a later life of that worker is registered.
-            ConfigError: another worker serves the same model under different keys; reuse between them would silently fail.
+            ConfigError: another worker serves the same model under different keys; reuse between them would silently
+            fail.
         """
         known = self._workers.get(info.worker_id)
         if known is not None and known.info.epoch > info.epoch:
@@ -92,9 +94,7 @@ class Router:
         if known is not None and known.info.epoch == info.epoch:
             known.info = info
             return
-        self._workers[info.worker_id] = _Worker(
-            info, ReportOrder(info.epoch), Reservations(self._limits.reservation_s)
-        )
+        self._workers[info.worker_id] = _Worker(info, ReportOrder(info.epoch), Reservations(self._limits.reservation_s))
         self.map.reset(info.worker_id)
 
     def heartbeat(self, worker_id: str, epoch: int, load: WorkerLoad, now: float) -> HeartbeatReply:
@@ -145,7 +145,8 @@ class Router:
     # ---------------------------------------------------------------- requests
 
     def incomplete(self, model: str) -> bool:
-        """Whether the picture of some worker of that model has gaps, so that the directory's hints are worth asking for."""
+        """Whether the picture of some worker of that model has gaps, so that the directory's hints are worth asking
+        for."""
         return any(w.info.model.name == model and not w.order.complete for w in self._workers.values())
 
     def dispatch(self, query: DispatchQuery, now: float, hints: Hints | None = None) -> Placement | Refusal:
@@ -228,4 +229,6 @@ class Router:
         shortest = min(worker.in_flight / worker.info.max_running for worker in alive)
         wait_s = max(0.1, self._costs.queued_request_ms / 1000.0 / max(shortest, 1.0))
         places = sum(worker.info.capacity for worker in alive)
-        return Refusal(f"all {places} places of {len(alive)} workers are taken; try again later.", wait_s, saturated=True)
+        return Refusal(
+            f"all {places} places of {len(alive)} workers are taken; try again later.", wait_s, saturated=True
+        )

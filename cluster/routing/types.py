@@ -19,7 +19,8 @@ HASH_SCHEME = "sha256-raw-v1"
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What must agree between a gateway and a worker for their block keys to be comparable, and the limits clients see."""
+    """What must agree between a gateway and a worker for their block keys to be comparable, and the limits clients
+    see."""
 
     name: str
     """The name clients ask for."""
@@ -33,7 +34,7 @@ class ModelCard:
     vocab_size: int
     hash_scheme: str = HASH_SCHEME
 
-    def disagreement(self, other: "ModelCard") -> str | None:
+    def disagreement(self, other: ModelCard) -> str | None:
         """The first field in which two cards of the same model differ, as "field: mine != theirs", or None."""
         for name in ("name", "fingerprint", "kv_dtype", "block_size", "hash_scheme"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -105,7 +106,8 @@ class WorkerLoad:
     prefill_tokens: int = 0
     """Prompt tokens not computed yet, over all requests that the worker has."""
     started: tuple[str, ...] = ()
-    """Requests that arrived since the previous heartbeat: the load above contains them, so their reservations can go."""
+    """Requests that arrived since the previous heartbeat: the load above contains them, so their reservations can
+    go."""
     pools: tuple[PoolUsage, ...] = ()
     last_seq: int = 0
     """Number of the last frontier report sent: uncovers a lost last report."""

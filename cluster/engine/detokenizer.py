@@ -1,0 +1,64 @@
+"""Text of a growing token sequence, piece by piece.
+
+Invariant: the pieces given out, joined, are the text that the output adds to the prompt; no piece ends inside a code
+point, and none holds text of the prompt. A state can be rebuilt from token ids alone (`resume`). Called by the engine
+and, when a stream moves to another worker, by the gateway.
+"""
+
+from collections.abc import Sequence
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+_INCOMPLETE = "\ufffd"
+# Enough for a decoder to see what comes before a word, and more tokens than a code point has bytes.
+_CONTEXT = 8
+
+
+class IncrementalDetokenizer:
+    """Feed it the output's ids as they come. One per request; not thread-safe."""
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        tail = list(prompt[-_CONTEXT:])
+        # A stream seeded with an unfinished code point would give out its whole seed with the next token: seed it with what comes
+        # before, and let the character appear when the output completes it.
+        whole = len(tail)
+        while whole and self._decode(tail[:whole]).endswith(_INCOMPLETE):
+            whole -= 1
+        self._context, self._pending = tail[:whole], tail[whole:]
+        self._stream = DecodeStream(ids=tail[:whole], skip_special_tokens=skip_special_tokens)
+        if self._pending:
+            self._stream.step(tokenizer, self._pending)
+
+    @classmethod
+    def resume(
+        cls, tokenizer: tokenizers.Tokenizer, prompt: Sequence[int], output: Sequence[int], skip_special_tokens: bool = True
+    ) -> tuple["IncrementalDetokenizer", str]:
+        """The state after `output`, and the text given out up to there."""
+        detokenizer = cls(tokenizer, prompt, skip_special_tokens)
+        return detokenizer, detokenizer.feed(output)
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete; empty while a code point is unfinished."""
+        pieces = []
+        for token in ids:
+            self._pending.append(token)
+            piece = self._stream.step(self._tokenizer, token)
+            if piece:
+                pieces.append(piece)
+                self._context, self._pending = self._pending, []
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """What is still held back, bytes that never made a code point as U+FFFD. Call once, at the end."""
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._pending)
+        self._pending = []
+        return text[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

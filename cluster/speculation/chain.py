@@ -1,0 +1,112 @@
+"""A chain of drafts for several requests at once: choose a token, feed it, choose the next.
+
+Owns how a draft token is chosen: from the draft's own logits, by the target's sampler, with the clocks of the position that the
+token would take. So where the draft's distribution equals the target's, the draft is the target's choice, at any
+temperature. Called by the drafters that have a model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.core.batch_plan import DraftShape
+from cluster.engine.penalties import needs_history
+from cluster.engine.sampler import Sampler, SampleRow
+from cluster.speculation.protocol import DraftTask
+
+
+class DraftChooser:
+    """`target_ids` [draft vocabulary] maps a draft's token ids to the target's; None if they are the same."""
+
+    def __init__(self, sampler: Sampler, target_ids: Tensor | None = None) -> None:
+        self._sampler = sampler
+        self._target_ids = target_ids
+
+    def choose(self, logits: Tensor, tasks: Sequence[DraftTask], drafts: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
+        """Target ids after each task's tokens and `drafts`, from `logits` [R, draft vocabulary]; None where not finite."""
+        rows = [_sample_row(task, before) for task, before in zip(tasks, drafts, strict=True)]
+        return self._sampler.sample(self._over_target_vocabulary(logits), rows).tokens
+
+    def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
+        size = self._sampler.vocab_size
+        if self._target_ids is not None:
+            spread = logits.new_full((logits.shape[0], size), -torch.inf)
+            return spread.index_copy_(1, self._target_ids, logits)
+        return F.pad(logits, (0, max(0, size - logits.shape[1])), value=-torch.inf)
+
+
+def _sample_row(task: DraftTask, drafts: Sequence[int]) -> SampleRow:
+    position = len(task.tokens) + len(drafts)
+    params = task.params if task.params.logprobs is None else replace(task.params, logprobs=None)
+    if not needs_history(params):
+        return SampleRow(params, task.seed, position)
+    prompt, output = task.tokens[: task.num_prompt], task.tokens[task.num_prompt :]
+    return SampleRow(params, task.seed, position, prompt, output, drafts)
+
+
+@dataclass(slots=True)
+class Chain:
+    """The drafts of one task so far, `width` at most. `place` counts the step's chains."""
+
+    task: DraftTask
+    width: int
+    place: int
+    drafts: list[int] = field(default_factory=list)
+
+
+class ChainModel(Protocol):
+    """The two passes of a model that drafts chains."""
+
+    def begin(self, tasks: Sequence[DraftTask], drafting: Sequence[int]) -> Tensor:
+        """Write every task's slots [start, end). Logits [R, V] after the last slot of the tasks at the places `drafting`."""
+
+    def feed(self, chains: Sequence[Chain]) -> Tensor:
+        """Run the last draft of each chain, in the slot after those before it. Logits [R, V] that follow."""
+
+
+def draft_chains(
+    tasks: Sequence[DraftTask], shape: DraftShape, chooser: DraftChooser, model: ChainModel
+) -> list[tuple[int, ...]]:
+    """The drafts of each task. Raises ValueError for a task that breaks its contract, before anything is written."""
+    widths = [chain_width(task, shape) for task in tasks]
+    writing = [i for i, task in enumerate(tasks) if task.end > task.start]
+    drafting = [place for place, i in enumerate(writing) if widths[i] > 0]
+    if not writing:
+        return [() for _ in tasks]
+    logits = model.begin([tasks[i] for i in writing], drafting)
+    chains = [Chain(tasks[writing[place]], widths[writing[place]], n) for n, place in enumerate(drafting)]
+    going = chains
+    while going:
+        chosen = chooser.choose(logits, [chain.task for chain in going], [chain.drafts for chain in going])
+        fed = []
+        for chain, token in zip(going, chosen, strict=True):
+            if token is None:  # a draft whose logits are broken costs speed, not the request
+                continue
+            chain.drafts.append(token)
+            if len(chain.drafts) < chain.width:
+                fed.append(chain)
+        going = fed
+        if going:
+            logits = model.feed(going)
+    made = {writing[place]: tuple(chain.drafts) for place, chain in zip(drafting, chains, strict=True)}
+    return [made.get(i, ()) for i in range(len(tasks))]
+
+
+def chain_width(task: DraftTask, shape: DraftShape) -> int:
+    """How many tokens to draft for `task`: k, or what the draft's maximum position leaves.
+
+    Drafts 1..k-1 are fed in slots end..end+k-2; the last one isn't fed. Raises ValueError if the task breaks its contract.
+    """
+    known = len(task.tokens) - (shape.span or 0)
+    limit = shape.max_positions
+    if not 0 <= task.start <= task.end <= known or (limit is not None and task.end > limit):
+        raise ValueError(f"slots [{task.start}, {task.end}) of {task.request_id}: {known} have real inputs, the draft holds {limit}")
+    if task.k == 0:
+        return 0
+    if task.end < known or task.start == task.end:
+        raise ValueError(f"{task.request_id} wants drafts, but its slots [{task.start}, {task.end}) don't end at {known}")
+    return task.k if limit is None else min(task.k, limit - task.end + 1)

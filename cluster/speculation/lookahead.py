@@ -1,0 +1,61 @@
+"""The span table: on which tokens a method's draft KV depends, and what follows from that for reuse.
+
+Draft KV in slot i is a function of tokens 0..i+span. Invariant: this table is the only place that states a span; the
+keys of the draft pool, eligibility for joint reuse and the coupling of the pools are derived from it. A span is
+measured at start-up too (`span_check`). Called by the factory, the engine and the tests.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cluster.core.paired_cache import Coupling
+
+
+class SpeculationMethod(StrEnum):
+    """How drafts are made."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+    DRAFT_MODEL = "draft_model"
+    EAGLE3 = "eagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """`span` is None if the method has no draft KV, or if its span isn't established: never guess 0."""
+
+    has_draft_kv: bool
+    span: int | None
+    reads_target_hidden: bool
+
+
+_TABLE = {
+    SpeculationMethod.NONE: _Row(has_draft_kv=False, span=None, reads_target_hidden=False),
+    SpeculationMethod.NGRAM: _Row(has_draft_kv=False, span=None, reads_target_hidden=False),
+    # Unshifted input: slot i holds token i.
+    SpeculationMethod.DRAFT_MODEL: _Row(has_draft_kv=True, span=0, reads_target_hidden=False),
+    # Pair slots: slot i holds (target hidden state i, token i+1).
+    SpeculationMethod.EAGLE3: _Row(has_draft_kv=True, span=1, reads_target_hidden=True),
+}
+
+
+def draft_kv_lookahead(method: SpeculationMethod) -> int | None:
+    """The span of the method's draft KV in tokens; None keeps the method off joint reuse."""
+    return _TABLE[method].span
+
+
+def has_draft_kv(method: SpeculationMethod) -> bool:
+    """Whether the method writes draft KV, and so needs a draft pool."""
+    return _TABLE[method].has_draft_kv
+
+
+def joint_reuse_eligible(method: SpeculationMethod) -> bool:
+    """Whether the draft's KV may be reused along with the target's: there are two pools and the span is known."""
+    return has_draft_kv(method) and draft_kv_lookahead(method) is not None
+
+
+def coupling_of(method: SpeculationMethod) -> Coupling:
+    """How the two pools' cursors are tied: a draft that reads hidden states must go where the target goes."""
+    if not has_draft_kv(method):
+        return Coupling.NONE
+    return Coupling.JOINT if _TABLE[method].reads_target_hidden else Coupling.INDEPENDENT

@@ -1,0 +1,81 @@
+"""The contract between the step loop and whatever makes drafts.
+
+A drafter is asked once a step, after verification, for all requests at once. Slot i of a request's draft KV is a function of
+tokens 0..i+span (`lookahead`); the step loop names the slots whose inputs are now real, and the drafter writes exactly
+those before it drafts. Invariant: KV of drafted tokens goes to slots at or beyond `end`, which the next task of the
+request rewrites from real inputs, so a rejected draft leaves no trace. Implemented by `ngram`, `draft_model`, `eagle3`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from cluster.core.batch_plan import DraftShape
+from cluster.core.sampling import SamplingParams
+from cluster.engine.kv_tensors import KvLayout, KvTensors
+from cluster.speculation.lookahead import SpeculationMethod
+
+LayerKeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTask:
+    """One request's share of a drafting step.
+
+    tokens: all known tokens, prompt and output, the newly sampled included.
+    start, end: the slots [start, end) to write now, all of whose inputs are real: end + span <= len(tokens). Where drafts are
+        wanted, end + span == len(tokens).
+    k: how many tokens to draft; 0 writes KV only (a chunk of a prompt).
+    hidden: [end - start, n * H], the target's states at these positions, for drafters with `hidden_layers`.
+    block_table: draft blocks for slots [0, end + k - 1). held: slots below it are in blocks that others read; not written.
+    params, seed, num_prompt: what the target samples with, so that a drafter can race with the same clocks; the first
+        `num_prompt` tokens are the prompt.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    start: int
+    end: int
+    k: int
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    block_table: Sequence[int] = ()
+    held: int = 0
+    hidden: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Makes drafts. Not thread-safe; owned by one engine."""
+
+    @property
+    def method(self) -> SpeculationMethod: ...
+
+    @property
+    def shape(self) -> DraftShape:
+        """What the planner must know: coupling, span, most drafts, most positions."""
+
+    @property
+    def kv_layout(self) -> KvLayout | None:
+        """What the draft pool stores for a slot; None for a drafter without KV."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Indices into the target's hidden states (0 is the embedding) that `DraftTask.hidden` concatenates."""
+
+    def attach(self, kv: KvTensors) -> None:
+        """Use this pool from now on. Called once, before the first task, for drafters with a `kv_layout`."""
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+        """At most `k` drafts for each task, in order; fewer at the draft's maximum position or where it sees no match."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is remembered about a request that ended or was preempted; unknown ids are fine."""
+
+    def recompute(self, tokens: Sequence[int], hidden: Tensor | None) -> list[LayerKeysValues]:
+        """Keys and values [len(tokens) - span, kv_heads, head_dim] of each layer, for a whole sequence, in one unchunked pass.
+
+        `hidden` [len(tokens), n * H] are the target's states. The KV audit compares published blocks with this.
+        """

@@ -9,7 +9,7 @@ Called by `cluster.rpc.server`.
 """
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -51,14 +51,16 @@ def _unary(
 
 
 def _streaming(
-    method: MethodDescriptor, request_type: type[Message], serve: Callable[[Any, _Context], AsyncIterator[Message]]
+    method: MethodDescriptor,
+    request_type: type[Message],
+    serve: Callable[[Any, _Context], AsyncGenerator[Message, None]],
 ) -> Callable[[bytes, _Context], Awaitable[None]]:
     # One coroutine that writes, rather than a generator that gRPC drives: a client that goes away then cancels it
     # wherever it stands, and `aclosing` runs the servicer's clean-up at once.
     async def call(raw: bytes, context: _Context) -> None:
         async with (
             _errors_mapped(method, context),
-            aclosing(serve(_parse(request_type, raw), context)) as responses,  # type: ignore[type-var]
+            aclosing(serve(_parse(request_type, raw), context)) as responses,
         ):
             async for response in responses:
                 await context.write(response)

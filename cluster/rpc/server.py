@@ -50,17 +50,16 @@ class RpcServer:
     def __init__(
         self,
         services: Mapping[ServiceDescriptor, object],
-        options: ServerOptions = ServerOptions(),
+        options: ServerOptions | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
+        options = options or ServerOptions()
         self._names = [service.full_name for service in services]
         self._server = grpc.aio.server(interceptors=interceptors, options=options.as_grpc())
         self._server.add_generic_rpc_handlers([handler_of(*each) for each in services.items()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._host, self._wanted_port = options.host, options.port
 
     async def start(self, serving: bool = True) -> str:

@@ -1,0 +1,86 @@
+"""Public messages to the gateway's own values and back.
+
+Invariant: nothing is judged or defaulted here; that is the validator's. Called by `cluster.gateway.service`.
+"""
+
+from cluster.gateway.dispatcher import ClusterState
+from cluster.gateway.request import (
+    ChatMessage,
+    ChatPrompt,
+    Prompt,
+    RequestFields,
+    SamplingFields,
+    TextPrompt,
+    TokenPrompt,
+)
+from cluster.gateway.served import ServedModel
+from cluster.routing.types import WorkerStatus
+from cluster.rpc._generated.tandem.v1 import tandem_pb2
+from cluster.rpc.convert import set_fields
+
+
+def request_from_wire(message: tandem_pb2.GenerateRequest) -> RequestFields:
+    """What the client set."""
+    return RequestFields(
+        prompt=_prompt(message),
+        sampling=SamplingFields(**set_fields(message.sampling)),
+        model=message.model,
+        request_id=message.request_id,
+        priority=message.priority if message.HasField("priority") else None,
+        speculate=message.speculate if message.HasField("speculate") else None,
+        reuse=message.reuse if message.HasField("reuse") else None,
+    )
+
+
+def _prompt(message: tandem_pb2.GenerateRequest) -> Prompt | None:
+    match message.WhichOneof("input"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            return ChatPrompt(tuple(ChatMessage(each.role, each.content) for each in message.chat.messages))
+        case "tokens":
+            return TokenPrompt(tuple(message.tokens.ids))
+    return None
+
+
+def model_to_wire(served: ServedModel) -> tandem_pb2.Model:
+    """The model as ListModels shows it."""
+    return tandem_pb2.Model(
+        name=served.card.name,
+        max_len=served.card.max_len,
+        vocab_size=served.card.vocab_size,
+        speculation_method=served.method,
+        num_speculative_tokens=served.num_speculative_tokens,
+        lookahead_span=served.span,
+        draft=served.draft,
+    )
+
+
+def status_to_wire(served: ServedModel, state: ClusterState, version: str) -> tandem_pb2.ClusterStatusResponse:
+    """The cluster as ClusterStatus shows it."""
+    return tandem_pb2.ClusterStatusResponse(
+        model=model_to_wire(served),
+        workers=[_worker(each) for each in sorted(state.workers, key=lambda worker: worker.info.worker_id)],
+        version=version,
+        directory_up=state.directory_up,
+    )
+
+
+def _worker(status: WorkerStatus) -> tandem_pb2.Worker:
+    usage = {pool.name: pool for pool in status.load.pools}
+    worker = tandem_pb2.Worker(
+        worker_id=status.info.worker_id,
+        epoch=status.info.epoch,
+        state=f"WORKER_STATE_{status.state.upper()}",
+        running_requests=status.load.running,
+        waiting_requests=status.load.waiting,
+    )
+    for size in status.info.pools:
+        pool = worker.pools.add(
+            name=size.name, block_size=size.block_size, total_blocks=size.num_blocks, bytes=size.num_bytes
+        )
+        if size.name in usage:
+            pool.free_blocks = usage[size.name].free
+            pool.cached_blocks = usage[size.name].cached
+            pool.in_use_blocks = usage[size.name].in_use
+    return worker

@@ -1,0 +1,28 @@
+"""What the gateway needs of the scheduler, as a protocol.
+
+Invariant: the gateway knows of no Ray; the actors hand it a `Dispatcher` that asks the scheduler actor, tests one that
+places in process. Called by `cluster.gateway.service`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The cluster as the scheduler sees it."""
+
+    workers: tuple[WorkerStatus, ...]
+    directory_up: bool
+
+
+class Dispatcher(Protocol):
+    """Places requests. Both methods raise `Unavailable` when the scheduler can't be asked."""
+
+    async def dispatch(self, query: DispatchQuery) -> Placement | Refusal:
+        """Where to run a request; the load is reserved there at once."""
+
+    async def state(self) -> ClusterState:
+        """All workers, by id."""

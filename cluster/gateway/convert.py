@@ -18,6 +18,14 @@ from cluster.routing.types import WorkerStatus
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
 from cluster.rpc.convert import set_fields
 
+_STATES = {
+    "starting": tandem_pb2.WORKER_STATE_STARTING,
+    "live": tandem_pb2.WORKER_STATE_READY,
+    "suspect": tandem_pb2.WORKER_STATE_SUSPECT,
+    "draining": tandem_pb2.WORKER_STATE_DRAINING,
+    "dead": tandem_pb2.WORKER_STATE_DEAD,
+}
+
 
 def request_from_wire(message: tandem_pb2.GenerateRequest) -> RequestFields:
     """What the client set."""
@@ -71,7 +79,7 @@ def _worker(status: WorkerStatus) -> tandem_pb2.Worker:
     worker = tandem_pb2.Worker(
         worker_id=status.info.worker_id,
         epoch=status.info.epoch,
-        state=f"WORKER_STATE_{status.state.upper()}",
+        state=_STATES.get(status.state, tandem_pb2.WORKER_STATE_UNSPECIFIED),
         running_requests=status.load.running,
         waiting_requests=status.load.waiting,
     )

@@ -19,10 +19,13 @@ class ClusterState:
 
 
 class Dispatcher(Protocol):
-    """Places requests. Both methods raise `Unavailable` when the scheduler can't be asked."""
+    """Places requests. Its methods raise `Unavailable` when the scheduler can't be asked."""
 
     async def dispatch(self, query: DispatchQuery) -> Placement | Refusal:
         """Where to run a request; the load is reserved there at once."""
+
+    async def suspect(self, worker_id: str, epoch: int) -> None:
+        """That life of the worker failed a request: it should get no new ones until it is heard of again."""
 
     async def state(self) -> ClusterState:
         """All workers, by id."""

@@ -1,7 +1,8 @@
 """One request from validated tokens to the last of its answer, whichever protocol carries it.
 
 Owns the relay. Invariant: positions given out are 0, 1, 2, ... without gap or repetition, and one completion ends them,
-or one error. A worker that fails before the first token is passed over once; later it is an `Unavailable`.
+or one error. A worker that fails before the first token is passed over once; after that token the request ends as
+`Unavailable`.
 Called by `cluster.gateway.service` and the HTTP edge.
 """
 
@@ -125,9 +126,13 @@ class Generation:
                         for response in relay.responses(message):
                             yield response
                 return
-            except (Unavailable, StaleEpoch) as error:
-                if relay.position or attempt + 1 == ATTEMPTS:
-                    raise _lost(error, relay.position) from error
+            except (Unavailable, StaleEpoch, CapacityExceeded) as error:
+                if isinstance(error, Unavailable):
+                    await self._dispatcher.suspect(placement.worker_id, placement.epoch)
+                if relay.position:
+                    raise _lost(relay.position) from error
+                if attempt + 1 == ATTEMPTS:
+                    raise
                 excluded |= {placement.worker_id}
                 _log.warning("event=retry request_id=%s worker=%s", job.request_id, placement.worker_id)
 
@@ -217,7 +222,5 @@ def _cancelled_before_start(job: Job) -> tandem_pb2.GenerateResponse:
     return tandem_pb2.GenerateResponse(request_id=job.request_id, completion=completion)
 
 
-def _lost(error: TandemError, position: int) -> Unavailable:
-    if not position:
-        return Unavailable(f"No worker could take the request ({ATTEMPTS} were tried): try again.")
+def _lost(position: int) -> Unavailable:
     return Unavailable(f"The worker was lost after {position} tokens of the answer: send the request again.")

@@ -17,6 +17,7 @@ from cluster.core.sampling import SamplingParams
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
 
 if TYPE_CHECKING:
+    from cluster.engine.events import Usage
     from cluster.engine.sampler import TokenLogprobs
 
 # Requests that end otherwise end with an error status.
@@ -52,3 +53,20 @@ def logprobs_to_wire(logprobs: Iterable[TokenLogprobs]) -> list[tandem_pb2.Token
         )
         for each in logprobs
     ]
+
+
+def completion_to_wire(finish: FinishReason, usage: Usage) -> tandem_pb2.Completion:
+    """How a request ended, as its worker saw it: worker id and the gateway's timings are for the gateway to add."""
+    return tandem_pb2.Completion(
+        finish_reason=FINISH_REASONS[finish],
+        usage=tandem_pb2.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens),
+        reuse=tandem_pb2.Reuse(
+            target_tokens=usage.reused_target, draft_tokens=usage.reused_draft, joint_tokens=usage.reused_joint
+        ),
+        speculation=tandem_pb2.SpeculationStats(
+            steps=usage.draft_steps,
+            drafted_tokens=usage.drafted,
+            accepted_tokens=usage.accepted,
+            mean_acceptance_length=usage.acceptance_length,
+        ),
+    )

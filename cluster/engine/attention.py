@@ -64,26 +64,45 @@ class PagedAttention(Protocol):
 
 
 class GatherSdpa:
-    """Gather and SDPA; runs anywhere, the reference for other backends."""
+    """Gather and SDPA; runs anywhere, the reference for other backends. Its plans must run one after another."""
+
+    def __init__(self) -> None:
+        self._workspace = _Workspace()
 
     def plan(self, batch: PackedBatch, kv: KvTensors) -> AttentionPlan:
-        return _GatherPlan(batch, kv)
+        return _GatherPlan(batch, kv, self._workspace)
+
+
+class _Workspace:
+    """Buffers that gathered KV is written to. Fresh memory for each layer would cost more in page faults than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def gather(self, name: str, pool: Tensor, blocks: Tensor) -> Tensor:
+        """`pool[blocks]`, valid until the next call for the same name."""
+        shape = (blocks.shape[0], *pool.shape[1:])
+        size = blocks.shape[0] * pool[0].numel()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != pool.dtype or buffer.device != pool.device:
+            buffer = self._buffers[name] = pool.new_empty(size)
+        return torch.index_select(pool, 0, blocks, out=buffer[:size].view(shape))
 
 
 class _GatherPlan:
-    def __init__(self, batch: PackedBatch, kv: KvTensors) -> None:
+    def __init__(self, batch: PackedBatch, kv: KvTensors, workspace: _Workspace) -> None:
         self._kv = kv
         self._slots = batch.slots
-        self._groups = [_Group(rows, kv.block_size, kv.device) for rows in _grouped(batch.rows)]
+        self._groups = [_Group(rows, kv, workspace) for rows in _grouped(batch.rows)]
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         self._kv.write(layer, self._slots, key.transpose(0, 1), value.transpose(0, 1))
         if len(self._groups) == 1 and self._groups[0].whole:
-            return self._groups[0].attend(query, layer, self._kv, spec)
+            return self._groups[0].attend(query, layer, spec)
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
         for group in self._groups:
-            out[group.queries] = group.attend(query[:, group.queries], layer, self._kv, spec)
+            out[group.queries] = group.attend(query[:, group.queries], layer, spec)
         return out
 
 
@@ -107,10 +126,11 @@ def _grouped(rows: Sequence[RowExtent]) -> list[list[RowExtent]]:
 class _Group:
     """Rows of one query length. `queries` selects their tokens from the packed batch."""
 
-    def __init__(self, rows: list[RowExtent], block_size: int, device: torch.device) -> None:
+    def __init__(self, rows: list[RowExtent], kv: KvTensors, workspace: _Workspace) -> None:
         self._rows = rows
-        self._block_size = block_size
-        self._device = device
+        self._kv = kv
+        self._device = kv.device
+        self._workspace = workspace
         self._length = rows[0].length
         first, last = rows[0].offset, rows[-1].offset + self._length
         self.whole = first == 0 and last - first == len(rows) * self._length
@@ -124,10 +144,10 @@ class _Group:
         tokens = [row.offset + i for row in self._rows for i in range(self._length)]
         return torch.tensor(tokens, device=self._device)
 
-    def attend(self, query: Tensor, layer: int, kv: KvTensors, spec: AttentionSpec) -> Tensor:
+    def attend(self, query: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
         """`query` `[heads, rows * length, dim]` -> `[rows * length, heads, value_dim]`."""
         read = self._read(spec.window)
-        keys, values = read.gather(kv, layer)
+        keys, values = read.gather(self._kv, layer, self._workspace)
         heads, kv_heads, batch = query.shape[0], keys.shape[1], len(self._rows)
         queries = query.unflatten(1, (batch, self._length)).transpose(0, 1)
         folded = self._length <= _GROUPED_QUERIES
@@ -139,7 +159,7 @@ class _Group:
 
     def _read(self, window: int | None) -> _Read:
         if window not in self._reads:
-            self._reads[window] = _Read.of(self._rows, window, self._block_size, self._device)
+            self._reads[window] = _Read.of(self._rows, window, self._kv.block_size, self._device)
         return self._reads[window]
 
     def _mask(self, read: _Read, window: int | None, repeat: int, dtype: torch.dtype) -> Tensor | None:
@@ -163,8 +183,9 @@ class _Group:
 class _Read:
     """What a group reads: per row a run of `length` positions from `starts[row]` on.
 
-    `slots` is a slice where the one row's blocks lie side by side in the pool (no copy is made then), else a tensor of
-    block ids. `exact`: with one query per row, it sees exactly the positions read.
+    `blocks` is None where the one row's blocks lie side by side in the pool: then `run` is a slice of its slots and nothing
+    is copied. Otherwise `run` selects from the positions of the gathered blocks. `exact`: with one query per row, it sees
+    exactly the positions read.
     """
 
     blocks: Tensor | None
@@ -196,15 +217,17 @@ class _Read:
             return cls(None, slice(at, at + length), 1, (first,), length, True)
         return cls(torch.tensor(table, device=device), slice(skipped, skipped + length), 1, (first,), length, True)
 
-    def gather(self, kv: KvTensors, layer: int) -> tuple[Tensor, Tensor]:
+    def gather(self, kv: KvTensors, layer: int, workspace: _Workspace) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, kv_heads, length, dim]`."""
         if self.blocks is None:
-            return tuple(slots[self.run].transpose(0, 1)[None] for slots in kv.slot_views(layer))
-        return tuple(self._gather(blocks) for blocks in (kv.keys[layer], kv.values[layer]))
+            keys, values = kv.slot_views(layer)
+            return keys[self.run].transpose(0, 1)[None], values[self.run].transpose(0, 1)[None]
+        keys = workspace.gather("keys", kv.keys[layer], self.blocks)
+        values = workspace.gather("values", kv.values[layer], self.blocks)
+        return self._rows_of(keys), self._rows_of(values)
 
-    def _gather(self, pool: Tensor) -> Tensor:
-        read = pool.index_select(0, self.blocks)
-        return read.view(self.rows, -1, *pool.shape[2:])[:, self.run].transpose(1, 2)
+    def _rows_of(self, gathered: Tensor) -> Tensor:
+        return gathered.view(self.rows, -1, *gathered.shape[2:])[:, self.run].transpose(1, 2)
 
 
 def _scores_and_values(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:

@@ -41,10 +41,15 @@ def check_and_measure(model: PreTrainedModel) -> KvLayout:
     return layout
 
 
+def check_flag(architecture: type) -> None:
+    """Refuse an architecture that computes its attention by itself."""
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise _refusal(architecture.__name__, "does not let its attention be replaced")
+
+
 def _check_architecture(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False):
-        raise _refusal(name, "does not let its attention be replaced")
+    check_flag(type(model))
     if model.config.is_encoder_decoder:
         raise _refusal(name, "is an encoder-decoder")
     unserved = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)

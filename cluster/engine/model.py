@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.engine.attention import TANDEM_PAGED
-from cluster.engine.gate import check_and_measure
+from cluster.engine.gate import check_and_measure, check_flag
 from cluster.engine.kv_tensors import KvLayout
 from cluster.errors import ModelLoadError
 
@@ -141,6 +141,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 def _load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
     try:
+        # Before the weights are read: some architectures that lack the flag can't even be built with our attention.
+        check_flag(MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(path, local_files_only=True))])
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -150,6 +152,8 @@ def _load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrai
             use_safetensors=True,
             output_loading_info=True,
         )
+    except ModelLoadError:
+        raise
     except Exception as error:  # transformers raises whatever the folder makes it stumble over
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ModelLoadError(f"{path} can't be loaded as a causal language model ({reason}): check the folder.") from error

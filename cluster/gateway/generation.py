@@ -97,6 +97,9 @@ class Generation:
         # Off the loop: a long prompt takes tens of milliseconds, and other streams must go on.
         prompt = await asyncio.to_thread(encode, tokenizer, fields.prompt)
         sampling = self._validator.admit(fields, prompt)
+        if sampling.seed is None:
+            # Drawn here, not by a worker, so that another worker could go on with the same tokens.
+            sampling = replace(sampling, seed=secrets.randbits(63))
         return Job(
             request_id=fields.request_id,
             prompt=prompt,

@@ -70,10 +70,8 @@ class TandemClient:
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a running request; returns whether it was found."""
-        response = await self._call(
-            "Cancel", tandem_pb2.CancelRequest(request_id=request_id), tandem_pb2.CancelResponse
-        )
-        return response.found
+        request = tandem_pb2.CancelRequest(request_id=request_id)
+        return (await self._call("Cancel", request, tandem_pb2.CancelResponse)).found
 
     async def models(self) -> Sequence[tandem_pb2.Model]:
         """The models served."""
@@ -111,9 +109,10 @@ class TandemClient:
 def _input(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": prompt}
-    if all(isinstance(each, int) for each in prompt):
-        return {"tokens": tandem_pb2.TokenInput(ids=prompt)}
-    return {"chat": tandem_pb2.ChatInput(messages=[tandem_pb2.ChatMessage(**each) for each in prompt])}
+    messages = [tandem_pb2.ChatMessage(**each) for each in prompt if not isinstance(each, int)]
+    if messages:
+        return {"chat": tandem_pb2.ChatInput(messages=messages)}
+    return {"tokens": tandem_pb2.TokenInput(ids=[each for each in prompt if isinstance(each, int)])}
 
 
 def _error_of(failure: grpc.aio.AioRpcError) -> TandemError:

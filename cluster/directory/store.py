@@ -6,13 +6,16 @@ Invariant: nothing here is needed for a correct answer. Every call is bounded in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
+import redis
 from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
 
 from cluster.directory.breaker import Breaker, BreakerState
 from cluster.directory.schema import (
@@ -24,8 +27,11 @@ from cluster.directory.schema import (
     unpack_worker,
     worker_tag,
 )
+from cluster.errors import ConfigError
 from cluster.routing.prefix_map import Depth
 from cluster.routing.types import WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 _READ_LIMIT_S = 0.020
 """A request waits for this."""
@@ -142,3 +148,24 @@ class Directory:
 def _as_bytes(value: bytes | str) -> bytes:
     # The client's types allow for decoded answers, which this client doesn't ask for.
     return value if isinstance(value, bytes) else value.encode()
+
+
+def check_url(url: SecretStr) -> None:
+    """Looks once, at start, whether the server takes our credentials. One that is down is no error: it may come back.
+
+    Raises:
+        ConfigError: the URL is not one, or the server refuses us.
+    """
+    try:
+        with redis.Redis.from_url(url.get_secret_value(), socket_timeout=2.0, socket_connect_timeout=2.0) as client:
+            client.ping()
+    except ValueError:
+        raise ConfigError(
+            "cluster.redis_url is not a URL of Redis, but must be like redis://user:password@host:6379/0: correct it."
+        ) from None
+    except (AuthenticationError, AuthorizationError, NoPermissionError, ResponseError):
+        raise ConfigError(
+            "cluster.redis_url names a Redis that refuses its user or password: correct them in TANDEM_CLUSTER__REDIS_URL."
+        ) from None
+    except (RedisError, OSError) as error:
+        logger.warning("event=directory_down error=%s", type(error).__name__)

@@ -78,8 +78,8 @@ class Router:
 
     # ---------------------------------------------------------------- workers
 
-    def register(self, info: WorkerInfo, now: float) -> None:
-        """Takes a life of a worker in. Registering the same life twice changes nothing.
+    def register(self, info: WorkerInfo, last_seq: int, now: float) -> None:
+        """Takes a life of a worker in, which has sent `last_seq` reports so far. Doing it twice changes nothing.
 
         Raises:
             StaleEpoch: a later life of that worker is registered.
@@ -94,7 +94,9 @@ class Router:
         if known is not None and known.info.epoch == info.epoch:
             known.info = info
             return
-        self._workers[info.worker_id] = _Worker(info, ReportOrder(info.epoch), Reservations(self._limits.reservation_s))
+        order = ReportOrder(info.epoch)
+        order.note_sent(last_seq)
+        self._workers[info.worker_id] = _Worker(info, order, Reservations(self._limits.reservation_s))
         self.map.reset(info.worker_id)
 
     def heartbeat(self, worker_id: str, epoch: int, load: WorkerLoad, now: float) -> HeartbeatReply:

@@ -1,0 +1,153 @@
+"""A whole Tandem cluster on this machine: Redis, Ray, scheduler, workers and gateway, started and stopped as one.
+
+Invariant: after `start_cluster` has failed or was interrupted, and after `RunningCluster.stop`, no process and no socket
+file of it is left. Called by `tandem serve`, `tandem demo` and tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+from pydantic import SecretStr
+
+from actors.gateway import GatewayOptions, port_taken
+from actors.runtime import RayRuntime, gpus
+from actors.scheduler import SchedulerOptions
+from actors.supervisor import MemberStatus, Progress, Supervisor
+from actors.worker import WorkerOptions
+from cluster.config import TandemConfig
+from cluster.directory.embedded import EmbeddedRedis
+from cluster.directory.schema import Schema
+from cluster.directory.store import check_url
+from cluster.gateway.dispatcher import ClusterState
+from cluster.routing.types import WorkerInfo
+
+
+class RunningCluster:
+    """A context manager, which stops the cluster at its end."""
+
+    def __init__(self, supervisor: Supervisor, stack: ExitStack, redis: EmbeddedRedis | None) -> None:
+        self.endpoint = supervisor.endpoint
+        """host:port of the public gRPC service."""
+        self.redis = redis
+        """The embedded server, if the cluster brought its own."""
+        self._supervisor = supervisor
+        self._stack = stack
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """The workers, with model and pools, as they last loaded."""
+        return self._supervisor.workers
+
+    def state(self) -> ClusterState:
+        """The workers as the scheduler sees them: health, load, blocks known. Raises Unavailable while it restarts."""
+        return self._supervisor.state()
+
+    def members(self) -> list[MemberStatus]:
+        """The processes, with their ids and restarts."""
+        return self._supervisor.members()
+
+    def stop(self) -> None:
+        """Ends everything; takes a few seconds. Doing it twice does nothing."""
+        with _uninterrupted():
+            self._stack.close()
+
+    def __enter__(self) -> RunningCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_cluster(
+    config: TandemConfig, progress: Progress = lambda stage: None, *, schema: Schema | None = None
+) -> RunningCluster:
+    """Starts a cluster and returns when it serves. `progress` is called with the name of each stage as it begins.
+
+    Raises:
+        ConfigError: an option can't be had here, such as the port.
+        ModelLoadError: the model or the draft can't be served, in the words of whoever found out.
+        Unavailable: a process died while starting, or `cluster.startup_timeout_s` is over.
+    """
+    progress("Checking the model")
+    _check(config)
+    stack = ExitStack()
+    try:
+        progress("Starting Redis")
+        redis = None
+        if config.cluster.redis_url is None:
+            redis = stack.enter_context(EmbeddedRedis())
+        else:
+            check_url(config.cluster.redis_url)
+        runtime = RayRuntime()
+        stack.callback(runtime.stop)
+        progress("Starting Ray")
+        runtime.start(log_to_driver=True)
+        redis_url = redis.url if redis is not None else config.cluster.redis_url
+        supervisor = _supervisor(config, redis_url, schema or Schema())
+        stack.callback(supervisor.stop)
+        supervisor.start(config.cluster.startup_timeout_s, progress)
+        return RunningCluster(supervisor, stack, redis)
+    except BaseException:
+        with _uninterrupted():
+            stack.close()
+        raise
+
+
+def _check(config: TandemConfig) -> None:
+    """Finds what can be found without starting anything."""
+    from cluster.engine.model import read_config, weight_files
+
+    engine = config.to_engine_config()
+    for folder in (engine.model, engine.draft):
+        if folder is not None:
+            read_config(folder)
+            weight_files(folder)
+    host, port = config.cluster.host, config.cluster.port
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError:
+        raise port_taken(host, port) from None
+
+
+def _supervisor(config: TandemConfig, redis_url: SecretStr, schema: Schema) -> Supervisor:
+    engine = config.to_engine_config()
+    threads = engine.threads or max(1, (os.cpu_count() or 1) // config.cluster.workers)
+    return Supervisor(
+        scheduler=SchedulerOptions(redis_url, schema, log_level=config.log_level),
+        workers=[
+            WorkerOptions(f"worker-{index}", engine, config.model_name, threads, log_level=config.log_level)
+            for index in range(config.cluster.workers)
+        ],
+        gateway=GatewayOptions(
+            host=config.cluster.host,
+            port=config.cluster.port,
+            model=engine.model,
+            draft=engine.draft.name if engine.draft is not None else None,
+            log_level=config.log_level,
+        ),
+        gpus=gpus(),
+    )
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Puts Ctrl-C and SIGTERM off while the cluster is taken down, so that a second one can't leave half of it behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)

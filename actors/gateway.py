@@ -1,0 +1,89 @@
+"""The gateway's process: the public server, and its view of the scheduler through Ray.
+
+Invariant: it holds no state that its replacement would miss; a new one listens on the same port. Created and watched by
+`actors.supervisor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from actors.handles import SchedulerClient
+from actors.member import Loaded
+from cluster.errors import ConfigError, TandemError
+from cluster.gateway.server import GatewayServer
+from cluster.gateway.served import ServedModel
+from cluster.observe.logging import event, setup
+from cluster.routing.types import WorkerInfo
+from cluster.rpc.server import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    host: str
+    port: int
+    """0 takes a free one."""
+    model: Path
+    """Folder of the target model, for its tokenizer."""
+    draft: str | None = None
+    """Name of the draft model, for clients."""
+    log_level: str = "info"
+
+
+@ray.remote
+class GatewayActor:
+    def __init__(self, options: GatewayOptions, worker: WorkerInfo, endpoint: str | None) -> None:
+        """`worker` describes the model that is served; `endpoint` is where an earlier life listened."""
+        setup(options.log_level)
+        self._options, self._worker, self._endpoint = options, worker, endpoint
+
+    async def load(self) -> Loaded | TandemError:
+        try:
+            served = await asyncio.to_thread(self._load_model)
+        except TandemError as refusal:
+            return refusal
+        options, port = self._options, self._options.port
+        if self._endpoint is not None:
+            port = int(self._endpoint.rpartition(":")[2])
+        self._server = GatewayServer(served, SchedulerClient(), options=ServerOptions(host=options.host, port=port))
+        try:
+            endpoint = await self._server.start()
+        except OSError:
+            return port_taken(options.host, port)
+        logger.info(event("gateway_ready", endpoint=endpoint, pid=os.getpid()))
+        return Loaded(os.getpid(), endpoint=endpoint)
+
+    async def run(self) -> None:
+        await self._server.wait()
+
+    async def stage(self) -> str:
+        return "Starting the gateway"
+
+    def _load_model(self) -> ServedModel:
+        from cluster.engine.tokenizer import Tokenizer
+
+        worker = self._worker
+        return ServedModel(
+            card=worker.model,
+            tokenizer=Tokenizer.load(self._options.model),
+            pools=worker.pools,
+            method=worker.method,
+            num_speculative_tokens=worker.num_speculative_tokens,
+            draft=self._options.draft,
+        )
+
+
+def port_taken(host: str, port: int) -> ConfigError:
+    """What a user is told when the public port can't be had."""
+    return ConfigError(
+        f"cluster.port is {port}, but must be a port of {host} that this user may listen on and no other process does: "
+        "choose another one, or 0 for any free one."
+    )

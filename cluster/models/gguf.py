@@ -195,7 +195,11 @@ def _tokenizer(fields: _Fields) -> Tokenizer:
     kinds = fields.need("tokenizer.ggml.token_type")
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind in special]
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in special
+        ]
     )
     return tokenizer
 

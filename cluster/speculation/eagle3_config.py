@@ -47,13 +47,17 @@ class Eagle3Config:
         try:
             document = json.loads(path.read_text())
         except FileNotFoundError:
-            raise ModelLoadError(f"EAGLE3 folder {folder} has no config.json; point to a complete checkpoint.") from None
+            raise ModelLoadError(
+                f"EAGLE3 folder {folder} has no config.json; point to a complete checkpoint."
+            ) from None
         except ValueError as error:
             raise ModelLoadError(f"{path} is not valid JSON ({error}); fetch the checkpoint again.") from error
         try:
             return cls.from_dict(document, target_layers)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelLoadError(f"{path} lacks or misstates field {error}; use a complete EAGLE3 checkpoint.") from error
+            raise ModelLoadError(
+                f"{path} lacks or misstates field {error}; use a complete EAGLE3 checkpoint."
+            ) from error
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], target_layers: int | None = None) -> Eagle3Config:

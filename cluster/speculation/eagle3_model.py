@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding, rms_norm, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -43,7 +43,7 @@ class Eagle3Head(nn.Module):
         self.config = config
         self.fc = nn.Linear(len(config.aux_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = _Norm(config)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(_rotary_config(config))
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -132,10 +132,10 @@ class _Layer(nn.Module):
     def __init__(self, config: Eagle3Config, index: int) -> None:
         super().__init__()
         self._index, self._norm_before_residual = index, config.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if index == 0 else None
+        self.input_layernorm = _Norm(config)
+        self.hidden_norm = _Norm(config) if index == 0 else None
         self.self_attn = _Attention(config, width=config.hidden_size * (2 if index == 0 else 1), index=index)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = _Norm(config)
         self.mlp = _Mlp(config)
 
     def forward(self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
@@ -149,6 +149,18 @@ class _Layer(nn.Module):
         residual = residual + self.self_attn(entering, rotation, attend)
         output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return output
+
+
+class _Norm(nn.Module):
+    """Root-mean-square norm in the input's precision, whatever that of the weight: mixed ones miss the fused kernel."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self._eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self._eps)
 
 
 class _Attention(nn.Module):

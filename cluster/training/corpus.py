@@ -1,0 +1,160 @@
+"""On-policy text: the target's own answers, to given prompts and to prompts that it invents itself.
+
+Owns: where training text comes from when the user brings none. A draft must guess what this target says, so the target's own
+words are the best text there is; and a chat model that is given the opening of a user's turn writes a user's question, so it
+never runs out of new prompts. Answers are greedy: that is what the draft is measured on.
+Invariant: what is done is on disk after every round, and a later call goes on from there. Held-out prompts never enter.
+Called by `cluster.training.train`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from cluster.core.request import FinishReason
+from cluster.core.sampling import SamplingParams
+from cluster.engine.config import EngineConfig
+from cluster.engine.engine import Engine
+from cluster.engine.events import EngineRequest
+from cluster.errors import ConfigError
+from cluster.training.options import TrainDraftOptions
+from cluster.training.samples import Sample, append_samples, chat_ids, read_own_samples, read_prompts
+
+_ROUND = 256
+_BATCH = 64
+_PROMPT_TOKENS = 100
+_GREEDY = 0.0
+_VARIED = 0.7
+_SLOT = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+Progress = Callable[[int], None]
+
+
+def answer_prompts(
+    options: TrainDraftOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    path: Path,
+    progress: Progress,
+) -> list[Sample]:
+    """Greedy float32 answers of `held_out_tokens` at most to all `prompts`, in order; kept in `path`."""
+    samples = read_own_samples(path)
+    missing = [chat_ids(tokenizer, prompt) for prompt in prompts[len(samples) :]]
+    if missing:
+        with _answerer(options, "float32") as answer:
+            for start in range(0, len(missing), _BATCH):
+                part = missing[start : start + _BATCH]
+                answers = answer(part, SamplingParams(max_tokens=options.held_out_tokens, temperature=_GREEDY))
+                samples += (
+                    new := [Sample((*ids, *said), len(ids)) for ids, (said, _) in zip(part, answers, strict=True)]
+                )
+                append_samples(path, new)
+                progress(len(samples))
+    return samples
+
+
+def build_corpus(
+    options: TrainDraftOptions, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[str], progress: Progress
+) -> list[Sample]:
+    """`options.tokens` answer tokens or a little more, kept in the work folder; `progress` is told how many there are.
+
+    Raises `ConfigError` when the target's chat template has no place to invent prompts in.
+    """
+    path = options.work / "corpus.jsonl"
+    samples = read_own_samples(path)
+    known = {sample.tokens[: sample.prompt_tokens] for sample in samples}
+    known |= {tuple(chat_ids(tokenizer, prompt)) for prompt in held_out}
+    done = sum(len(sample.tokens) - sample.prompt_tokens for sample in samples)
+    progress(done)
+    if done >= options.tokens:
+        return samples
+    with _answerer(options, options.compute_dtype) as answer:
+        for ids, temperature in _rounds(options, tokenizer, answer, known):
+            sampling = SamplingParams(max_tokens=options.answer_tokens, temperature=temperature)
+            new = [
+                Sample((*prompt, *said), len(prompt))
+                for prompt, (said, _) in zip(ids, answer(ids, sampling), strict=True)
+                if len(said) > 1
+            ]
+            append_samples(path, new)
+            samples += new
+            done += sum(len(sample.tokens) - sample.prompt_tokens for sample in new)
+            progress(min(done, options.tokens))
+            if done >= options.tokens:
+                break
+    return samples
+
+
+Answer = Callable[[Sequence[Sequence[int]], SamplingParams], list[tuple[tuple[int, ...], FinishReason]]]
+
+
+def _rounds(
+    options: TrainDraftOptions, tokenizer: PreTrainedTokenizerBase, answer: Answer, known: set[tuple[int, ...]]
+) -> Iterator[tuple[list[list[int]], float]]:
+    """Rounds of prompts that were never answered, with the temperature to answer at: given ones first, then invented."""
+    given = [chat_ids(tokenizer, prompt) for path in options.prompts for prompt in read_prompts(path)]
+    given = [ids for ids in given if len(ids) + 2 <= options.max_len and tuple(ids) not in known]
+    for repeat in range(options.answers_per_prompt):
+        for start in range(0, len(given), _ROUND):
+            yield given[start : start + _ROUND], _GREEDY if repeat == 0 else _VARIED
+    known |= {tuple(ids) for ids in given}
+    opening = _user_turn(tokenizer)
+    for number in itertools.count(len(known)):
+        sampling = SamplingParams(max_tokens=_PROMPT_TOKENS, temperature=1.0, top_k=64)
+        fresh = []
+        for said, finish in answer([opening] * _ROUND, sampling):
+            ids = chat_ids(tokenizer, tokenizer.decode(said, skip_special_tokens=True))
+            # A turn that did not end is no question, and one of a few tokens is an accident.
+            if finish is FinishReason.STOP and len(said) > 3 and tuple(ids) not in known:
+                known.add(tuple(ids))
+                fresh.append(ids)
+        if not fresh and number == len(known):
+            raise ConfigError("model invents no user prompts from its chat template; give text with data or prompts.")
+        yield fresh, _GREEDY
+
+
+def _user_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of the chat template up to where the user's words would stand."""
+    rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": _SLOT}], tokenize=False))
+    opening, found, _ = rendered.partition(_SLOT)
+    if not found or not opening:
+        raise ConfigError("model has no chat template that opens a user turn; give text with data.")
+    return list(tokenizer.encode(opening, add_special_tokens=False))
+
+
+@contextmanager
+def _answerer(options: TrainDraftOptions, dtype: str) -> Iterator[Answer]:
+    """A function that has the engine answer a list of prompts."""
+    engine = Engine(
+        EngineConfig(
+            model=options.model, dtype=dtype, max_batch=_BATCH, max_queue=_ROUND, chunk=None, threads=options.threads
+        )
+    )
+    numbers = itertools.count()
+
+    def answer(
+        prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[tuple[tuple[int, ...], FinishReason]]:
+        ids = [f"train-{next(numbers)}" for _ in prompts]
+        said: dict[str, tuple[int, ...]] = {request_id: () for request_id in ids}
+        ends: dict[str, FinishReason] = {}
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            engine.add(EngineRequest(request_id, tuple(prompt), sampling))
+        while engine.has_work():
+            for event in engine.step():
+                said[event.request_id] += event.token_ids
+                if event.error is not None:
+                    raise event.error
+                if event.finish is not None:
+                    ends[event.request_id] = event.finish
+        return [(said[request_id], ends[request_id]) for request_id in ids]
+
+    try:
+        yield answer
+    finally:
+        engine.close()

@@ -48,10 +48,9 @@ def load_target(path: Path, dtype: str = "auto", device: torch.device | None = N
     Raises ModelLoadError with one sentence for every reason not to serve the folder.
     """
     device = device or torch.device("cpu")
-    raw_config = read_config(path)
-    weights = weight_files(path)
+    identity = fingerprint(read_config(path), weight_files(path))
     model = _load(path, resolve_dtype(dtype, device), device)
-    return describe(model, fingerprint(raw_config, weights), generation_eos(path))
+    return describe(model, identity, generation_eos(path))
 
 
 def describe(model: PreTrainedModel, identity: str, eos_ids: tuple[int, ...] = ()) -> LoadedModel:

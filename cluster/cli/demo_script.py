@@ -1,4 +1,4 @@
-"""The scripted conversation of `tandem demo`, and what is kept of each answer.
+"""The scripted conversation of `tandem demo`.
 
 Owns the three requests: the second continues the first, the third shares only its system prompt. Invariant: decoding is
 greedy, so the texts depend on the model alone, not on speculation, reuse or the worker. Used by `cluster.cli.demo`.
@@ -13,8 +13,8 @@ SYSTEM = (
 )
 MAX_TOKENS = 64
 
-Message = tuple[str, str]
-"""Role and content."""
+Message = dict[str, str]
+"""`role` and `content`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Turn:
 
     def messages(self, so_far: list[Message]) -> list[Message]:
         """The conversation to send; `so_far` ends with the answer to the turn before."""
-        return [*(so_far if self.continues else [("system", SYSTEM)]), ("user", self.user)]
+        before = so_far if self.continues else [{"role": "system", "content": SYSTEM}]
+        return [*before, {"role": "user", "content": self.user}]
 
 
 TURNS = (
@@ -37,21 +38,3 @@ TURNS = (
         "another conversation under the same system prompt", "How do birds find their way in winter?", continues=False
     ),
 )
-
-
-@dataclass(frozen=True)
-class Played:
-    """One answer, as `tandem demo --json` writes it.
-
-    Tokens of the prompt; `reused_draft` is None without a draft pool, `acceptance` (tokens a step) without speculation.
-    """
-
-    worker: str
-    prompt_tokens: int
-    reused_target: int
-    reused_draft: int | None
-    reused_joint: int
-    acceptance: float | None
-    ttft_s: float
-    tokens_per_s: float
-    text: str

@@ -12,7 +12,12 @@ from types import FrameType
 import typer
 from rich.console import Console
 
+from cluster.cli.chat import chat
+from cluster.cli.demo import demo
 from cluster.cli.exit_codes import ExitCode, exit_code
+from cluster.cli.generate import generate
+from cluster.cli.serve import serve
+from cluster.cli.status import status
 from cluster.errors import TandemError
 
 app = typer.Typer(
@@ -21,6 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for _command in (serve, generate, chat, status, demo):
+    app.command()(_command)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What the commands print about a cluster and about answers: the start-up box, status tables, the demo's lines.
 
 Pure: protobuf messages and values in, rich renderables or strings out. Invariant: a number is printed with its unit,
-and what does not exist (no draft pool, no speculation) as a dash. Used by `serve`, `status` and `demo`.
+and what does not exist (no draft pool, no speculation) as a dash. Used by all commands that talk to a cluster.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from rich.panel import Panel
 from rich.table import Table
 
-from cluster.cli.demo_script import Played
+from cluster.cli.answer import Answer
 from cluster.rpc._generated.tandem.v1 import tandem_pb2 as pb
 
 
-def startup_box(status: pb.ClusterStatusResponse, endpoint: str) -> Panel:
-    """Model, pools, lookahead span and endpoints of a cluster that has come up."""
+def cluster_box(status: pb.ClusterStatusResponse, endpoint: str) -> Panel:
+    """Model, pools, lookahead span and endpoints of a cluster."""
     model = status.model
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
@@ -27,7 +27,7 @@ def startup_box(status: pb.ClusterStatusResponse, endpoint: str) -> Panel:
     grid.add_row("workers", str(len(status.workers)))
     grid.add_row("endpoint", f"grpc://{endpoint}  (tandem.v1.TandemService, grpc.health.v1, reflection)")
     grid.add_row("directory", "up" if status.directory_up else "down: requests are placed from memory")
-    return Panel(grid, title=f"Tandem {status.version} is ready", title_align="left", expand=False)
+    return Panel(grid, title=f"Tandem {status.version}", title_align="left", expand=False)
 
 
 def workers_table(workers: Iterable[pb.Worker]) -> Table:
@@ -58,27 +58,27 @@ def lookahead(model: pb.Model) -> str:
     return f"{span} {plural}: where two prompts part, the draft can reuse {span} {plural} less than the target"
 
 
-def answer_line(played: Played) -> str:
+def answer_line(answer: Answer) -> str:
     """The line under an answer."""
     return (
-        f"{played.worker}: {played.prompt_tokens} prompt tokens, reused {played.reused_target} target / "
-        f"{dash(played.reused_draft)} draft / {played.reused_joint} joint; "
-        f"{dash(played.acceptance, '.2f')} tokens a step, first token after {played.ttft_s:.2f} s, "
-        f"{played.tokens_per_s:.1f} tokens/s"
+        f"{answer.worker}: {answer.prompt_tokens} prompt tokens, reused {answer.reused_target} target / "
+        f"{dash(answer.reused_draft)} draft / {answer.reused_joint} joint; "
+        f"{dash(answer.acceptance, '.2f')} tokens a step, first token after {answer.ttft_s:.2f} s, "
+        f"{answer.tokens_per_s:.1f} tokens/s"
     )
 
 
-def answers_table(answers: Sequence[Played]) -> Table:
+def answers_table(answers: Sequence[Answer]) -> Table:
     """The demo's last word: one row for each request."""
     table = Table(title="reused = prompt tokens whose KV was there already", title_justify="left", title_style="dim")
     table.add_column("request")
     table.add_column("worker")
     for name in ("prompt tokens", "reused target", "reused draft", "reused joint", "tokens/step", "TTFT s", "tokens/s"):
         table.add_column(name, justify="right")
-    for number, played in enumerate(answers, 1):
-        reused = (str(played.reused_target), dash(played.reused_draft), str(played.reused_joint))
-        speed = (dash(played.acceptance, ".2f"), f"{played.ttft_s:.2f}", f"{played.tokens_per_s:.1f}")
-        table.add_row(str(number), played.worker, str(played.prompt_tokens), *reused, *speed)
+    for number, answer in enumerate(answers, 1):
+        reused = (str(answer.reused_target), dash(answer.reused_draft), str(answer.reused_joint))
+        speed = (dash(answer.acceptance, ".2f"), f"{answer.ttft_s:.2f}", f"{answer.tokens_per_s:.1f}")
+        table.add_row(str(number), answer.worker, str(answer.prompt_tokens), *reused, *speed)
     return table
 
 

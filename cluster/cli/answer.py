@@ -12,13 +12,16 @@ from cluster.rpc._generated.tandem.v1 import tandem_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Token counts are of the prompt. `reused_draft` is None without a draft pool, `acceptance` (tokens gained in a
-    speculative step) without such a step, and `tokens_per_s` counts the tokens after the first."""
+    """Token counts are of the prompt; `reused_draft` is 0 without a draft pool.
+
+    `acceptance` is the mean number of tokens that a speculative step gained, None if there was no such step;
+    `tokens_per_s` counts the tokens after the first.
+    """
 
     worker: str
     prompt_tokens: int
     reused_target: int
-    reused_draft: int | None
+    reused_draft: int
     reused_joint: int
     acceptance: float | None
     ttft_s: float
@@ -34,7 +37,7 @@ class Answer:
             worker=completion.worker_id,
             prompt_tokens=completion.usage.prompt_tokens,
             reused_target=reuse.target_tokens,
-            reused_draft=reuse.draft_tokens if reuse.HasField("draft_tokens") else None,
+            reused_draft=reuse.draft_tokens,
             reused_joint=reuse.joint_tokens,
             acceptance=speculation.mean_acceptance_length if speculation.HasField("mean_acceptance_length") else None,
             ttft_s=timings.time_to_first_token_s,

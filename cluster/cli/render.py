@@ -62,7 +62,7 @@ def answer_line(answer: Answer) -> str:
     """The line under an answer."""
     return (
         f"{answer.worker}: {answer.prompt_tokens} prompt tokens, reused {answer.reused_target} target / "
-        f"{dash(answer.reused_draft)} draft / {answer.reused_joint} joint; "
+        f"{answer.reused_draft} draft / {answer.reused_joint} joint; "
         f"{dash(answer.acceptance, '.2f')} tokens a step, first token after {answer.ttft_s:.2f} s, "
         f"{answer.tokens_per_s:.1f} tokens/s"
     )
@@ -76,7 +76,7 @@ def answers_table(answers: Sequence[Answer]) -> Table:
     for name in ("prompt tokens", "reused target", "reused draft", "reused joint", "tokens/step", "TTFT s", "tokens/s"):
         table.add_column(name, justify="right")
     for number, answer in enumerate(answers, 1):
-        reused = (str(answer.reused_target), dash(answer.reused_draft), str(answer.reused_joint))
+        reused = (str(answer.reused_target), str(answer.reused_draft), str(answer.reused_joint))
         speed = (dash(answer.acceptance, ".2f"), f"{answer.ttft_s:.2f}", f"{answer.tokens_per_s:.1f}")
         table.add_row(str(number), answer.worker, str(answer.prompt_tokens), *reused, *speed)
     return table

@@ -13,6 +13,8 @@ from tokenizers.decoders import DecodeStream
 _INCOMPLETE = "\ufffd"
 # Enough for a decoder to see what comes before a word, and more tokens than a code point has bytes.
 _CONTEXT = 8
+# No text holds this many tokens back; a model that emits invalid bytes without end must not cost quadratic time.
+_LONGEST_HELD = 256
 
 
 class IncrementalDetokenizer:
@@ -24,8 +26,8 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         tail = list(prompt[-_CONTEXT:])
-        # A stream seeded with an unfinished code point would give out its whole seed with the next token: seed it with what comes
-        # before, and let the character appear when the output completes it.
+        # A stream seeded with an unfinished code point would give out its whole seed with the next token: seed it
+        # with what comes before, and let the character appear when the output completes it.
         whole = len(tail)
         while whole and self._decode(tail[:whole]).endswith(_INCOMPLETE):
             whole -= 1
@@ -36,7 +38,11 @@ class IncrementalDetokenizer:
 
     @classmethod
     def resume(
-        cls, tokenizer: tokenizers.Tokenizer, prompt: Sequence[int], output: Sequence[int], skip_special_tokens: bool = True
+        cls,
+        tokenizer: tokenizers.Tokenizer,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        skip_special_tokens: bool = True,
     ) -> tuple["IncrementalDetokenizer", str]:
         """The state after `output`, and the text given out up to there."""
         detokenizer = cls(tokenizer, prompt, skip_special_tokens)
@@ -51,13 +57,16 @@ class IncrementalDetokenizer:
             if piece:
                 pieces.append(piece)
                 self._context, self._pending = self._pending, []
+            elif len(self._pending) >= _LONGEST_HELD:
+                pieces.append(self.flush())
         return "".join(pieces)
 
     def flush(self) -> str:
-        """What is still held back, bytes that never made a code point as U+FFFD. Call once, at the end."""
+        """What is still held back, with U+FFFD for bytes that make no code point. For the end of the output."""
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)
-        self._pending = []
+        self._context, self._pending = [], []
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:

@@ -17,10 +17,7 @@ Scores = npt.NDArray[np.float32]
 def needs_history(params: SamplingParams) -> bool:
     """Whether `apply_history` may change anything for these parameters."""
     return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_tokens
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0 or params.min_tokens
     )
 
 
@@ -29,9 +26,9 @@ def apply_history(
 ) -> Scores:
     """`scores` [V] after the penalties, as a copy.
 
-    `generated` are the tokens after the prompt; `stop_ids` may not be chosen while there are fewer than `min_tokens` of them.
-    Repetition (Keskar et al. 2019, CTRL) counts the prompt too; presence and frequency count generated tokens only (as
-    OpenAI defines them).
+    `generated` are the tokens after the prompt; `stop_ids` may not be chosen while there are fewer than `min_tokens`
+    of them. Repetition (Keskar et al. 2019, CTRL) counts the prompt too; presence and frequency count generated
+    tokens only (as OpenAI defines them).
     """
     scores = scores.copy()
     if params.repetition_penalty != 1.0:

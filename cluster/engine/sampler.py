@@ -1,8 +1,9 @@
 """Chooses the next token of every row of logits, by greedy choice or by a race that is keyed by position.
 
-The race: a token of probability p waits an exponential time with rate p, and the first to arrive is chosen; it is token i
-with probability p_i. Its clocks come from a counter-based generator keyed by (seed of the request, absolute position of
-the token), so the choice is a function of the row's logits, the seed and the position, and of nothing else.
+The race: a token of probability p waits an exponential time with rate p, and the first to arrive is chosen; it is
+token i with probability p_i. Its clocks come from a counter-based generator keyed by (seed of the request, absolute
+position of the token), so the choice is a function of the row's logits, the seed and the position, and of nothing
+else.
 
 Invariant: the same logits, parameters, history, seed and position give the same token, in any batch, drafted or not.
 `cluster.speculation.verify` rests on it. Called by the step loop for the target, and by drafters for their own logits.
@@ -51,7 +52,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """One entry a row. A token is None where the logits were NaN or infinite: that request has failed, the others have not."""
+    """One entry a row. A token is None where the logits were NaN or infinite: only that request has failed."""
 
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -97,13 +98,12 @@ class Sampler:
         return int(kept[np.argmax(scores[kept] - np.log(times))])
 
 
-def arrival_times(
-    seed: int, position: int, vocab_size: int, kept: TokenIds | None = None
-) -> npt.NDArray[np.float32]:
+def arrival_times(seed: int, position: int, vocab_size: int, kept: TokenIds | None = None) -> npt.NDArray[np.float32]:
     """Independent Exp(1) variables, one for each token (or each of `kept`), for one position of one request.
 
-    Seeds count modulo 2**64. From raw Philox words (Salmon et al. 2011), whose stream numpy keeps stable across versions. u = (word + 1/2) / 2**32 and
-    -log(1 - u): float32 resolves small u, and the smallest times decide the race.
+    Seeds count modulo 2**64. From raw Philox words (Salmon et al. 2011), whose stream numpy keeps stable across
+    versions. u = (word + 1/2) / 2**32 and -log(1 - u): float32 resolves small u, and the smallest times decide the
+    race.
     """
     key = np.array([seed % 2**64, position], dtype=np.uint64)
     words = np.random.Philox(key=key).random_raw((vocab_size + 1) // 2).view(np.uint32)[:vocab_size]

@@ -27,13 +27,14 @@ class Tokenizer:
         """Read `folder`. Raises ModelLoadError if it holds no fast tokenizer."""
         if not (folder / "tokenizer.json").is_file():
             raise ModelLoadError(
-                f"The model folder {folder} has no tokenizer.json: save the model's fast tokenizer into it, or name another folder."
+                f"The model folder {folder} has no tokenizer.json: save the model's fast tokenizer into it."
             )
         try:
             fast = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds for a damaged file
-            reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-            raise ModelLoadError(f"The tokenizer in {folder} can't be read ({reason[0]}): save it again.") from error
+            raise ModelLoadError(
+                f"The tokenizer in {folder} can't be read ({_first_line(error)}): save it again."
+            ) from error
         if not isinstance(fast, PreTrainedTokenizerFast):
             raise ModelLoadError(f"The tokenizer in {folder} is not a fast one: convert it to tokenizer.json.")
         return cls(fast)
@@ -67,15 +68,20 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise InvalidRequest(
-                "messages", "given", "absent for a model without a chat template",
+                "messages",
+                f"a conversation of {len(messages)} messages",
+                "absent for a model without a chat template",
                 "send a plain prompt, or serve an instruction-tuned model",
-            )  # fmt: skip
+            )
         conversation = [dict(message) for message in messages]
         try:
             text = self._fast.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **variables)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(
-                "messages", str(error), "what the model's chat template accepts", "change the roles or their order"
+                "messages",
+                f"a conversation of {len(messages)} messages",
+                f"what the model's chat template accepts ({_first_line(error)})",
+                "change the roles or their order",
             ) from error
         return str(text)
 
@@ -90,3 +96,7 @@ class Tokenizer:
     def detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A detokenizer for the output that follows `prompt`."""
         return IncrementalDetokenizer(self.backend, prompt, skip_special_tokens)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")

@@ -17,7 +17,7 @@ _HEADS = (256, 4096)
 
 
 def kept_tokens(scores: Scores, params: SamplingParams) -> TokenIds | None:
-    """Ids, ascending, of the tokens that survive; None means all. `scores` [V] are logits divided by the temperature."""
+    """Ids, ascending, of the tokens that survive; None means all. `scores` [V]: logits divided by the temperature."""
     top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
     if top_k is None and top_p >= 1.0 and min_p <= 0.0:
         return None
@@ -50,4 +50,5 @@ def _head(scores: Scores, kept: TokenIds, size: int) -> TokenIds:
     if len(kept) <= size:
         return kept
     held = scores[kept]
-    return kept[held >= np.partition(held, len(held) - size)[len(held) - size]]
+    best: TokenIds = kept[held >= np.partition(held, len(held) - size)[len(held) - size]]
+    return best

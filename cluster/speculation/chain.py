@@ -1,8 +1,8 @@
 """A chain of drafts for several requests at once: choose a token, feed it, choose the next.
 
-Owns how a draft token is chosen: from the draft's own logits, by the target's sampler, with the clocks of the position that the
-token would take. So where the draft's distribution equals the target's, the draft is the target's choice, at any
-temperature. Called by the drafters that have a model.
+Owns how a draft token is chosen: from the draft's own logits, by the target's sampler, with the clocks of the
+position that the token would take. So where the draft's distribution equals the target's, the draft is the target's
+choice, at any temperature. Called by the drafters that have a model.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,21 @@ class DraftChooser:
     def __init__(self, sampler: Sampler, target_ids: Tensor | None = None) -> None:
         self._sampler = sampler
         self._target_ids = target_ids
+        # A draft's map may name ids in the target's padding; the sampler ignores these columns.
+        self._width = max(sampler.vocab_size, 0 if target_ids is None else int(target_ids.max()) + 1)
 
-    def choose(self, logits: Tensor, tasks: Sequence[DraftTask], drafts: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
-        """Target ids after each task's tokens and `drafts`, from `logits` [R, draft vocabulary]; None where not finite."""
+    def choose(
+        self, logits: Tensor, tasks: Sequence[DraftTask], drafts: Sequence[Sequence[int]]
+    ) -> tuple[int | None, ...]:
+        """Target ids that follow each task's tokens and `drafts`; None where a row of `logits` [R, V] isn't finite."""
         rows = [_sample_row(task, before) for task, before in zip(tasks, drafts, strict=True)]
         return self._sampler.sample(self._over_target_vocabulary(logits), rows).tokens
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
-        size = self._sampler.vocab_size
         if self._target_ids is not None:
-            spread = logits.new_full((logits.shape[0], size), -torch.inf)
+            spread = logits.new_full((logits.shape[0], self._width), -torch.inf)
             return spread.index_copy_(1, self._target_ids, logits)
-        return F.pad(logits, (0, max(0, size - logits.shape[1])), value=-torch.inf)
+        return F.pad(logits, (0, max(0, self._width - logits.shape[1])), value=-torch.inf)
 
 
 def _sample_row(task: DraftTask, drafts: Sequence[int]) -> SampleRow:
@@ -62,7 +65,7 @@ class ChainModel(Protocol):
     """The two passes of a model that drafts chains."""
 
     def begin(self, tasks: Sequence[DraftTask], drafting: Sequence[int]) -> Tensor:
-        """Write every task's slots [start, end). Logits [R, V] after the last slot of the tasks at the places `drafting`."""
+        """Write every task's slots. Logits [R, V] after the last slot of the tasks at the places `drafting`."""
 
     def feed(self, chains: Sequence[Chain]) -> Tensor:
         """Run the last draft of each chain, in the slot after those before it. Logits [R, V] that follow."""
@@ -99,14 +102,19 @@ def draft_chains(
 def chain_width(task: DraftTask, shape: DraftShape) -> int:
     """How many tokens to draft for `task`: k, or what the draft's maximum position leaves.
 
-    Drafts 1..k-1 are fed in slots end..end+k-2; the last one isn't fed. Raises ValueError if the task breaks its contract.
+    Drafts 1..k-1 are fed in slots end..end+k-2; the last one isn't fed. Raises ValueError if the task breaks its
+    contract.
     """
     known = len(task.tokens) - (shape.span or 0)
     limit = shape.max_positions
     if not 0 <= task.start <= task.end <= known or (limit is not None and task.end > limit):
-        raise ValueError(f"slots [{task.start}, {task.end}) of {task.request_id}: {known} have real inputs, the draft holds {limit}")
+        raise ValueError(
+            f"slots [{task.start}, {task.end}) of {task.request_id}: {known} have real inputs, the draft holds {limit}"
+        )
     if task.k == 0:
         return 0
     if task.end < known or task.start == task.end:
-        raise ValueError(f"{task.request_id} wants drafts, but its slots [{task.start}, {task.end}) don't end at {known}")
+        raise ValueError(
+            f"{task.request_id} wants drafts, but its slots [{task.start}, {task.end}) don't end at {known}"
+        )
     return task.k if limit is None else min(task.k, limit - task.end + 1)

@@ -1,9 +1,9 @@
 """Drafts by an independent smaller model of the same vocabulary (Leviathan et al. 2023).
 
-Slot i holds token i. The draft's pool has its own cursor: a task names the slots from there to the last known token, be it
-the tokens of one step, a chunk of a prompt, or a whole prefix that the target had cached and the draft had not. Tokens that were
-drafted and then accepted are fed again: it takes the same number of passes, and so KV always comes from known tokens.
-Called by the step loop.
+Slot i holds token i. The draft's pool has its own cursor: a task names the slots from there to the last known token,
+be it the tokens of one step, a chunk of a prompt, or a whole prefix that the target had cached and the draft had not.
+Tokens that were drafted and then accepted are fed again: it takes the same number of passes, and so KV always comes
+from known tokens. Called by the step loop.
 """
 
 from collections.abc import Sequence

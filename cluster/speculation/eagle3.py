@@ -1,9 +1,9 @@
 """Drafts by an EAGLE3 head over the target's hidden states, with paged KV (Li et al. 2025).
 
-Slot i holds the pair (H_i, t_{i+1}), at RoPE position i. A task's slots are written in one pass from the target's own states; its
-last row yields the first draft. Each further draft is fed with the previous pass's own output in place of H, in the
-slots from `end` on: scratch, which the next task of the request rewrites from the target. In a chunk of a prompt the last
-slot takes the prompt's next token, never a sampled one. Called by the step loop.
+Slot i holds the pair (H_i, t_{i+1}), at RoPE position i. A task's slots are written in one pass from the target's own
+states; its last row yields the first draft. Each further draft is fed with the previous pass's own output in place of
+H, in the slots from `end` on: scratch, which the next task of the request rewrites from the target. In a chunk of a
+prompt the last slot takes the prompt's next token, never a sampled one. Called by the step loop.
 """
 
 from collections.abc import Sequence
@@ -60,10 +60,11 @@ class Eagle3Drafter:
         spec = AttentionSpec(scale=self._head.config.head_dim**-0.5)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            heads_first = (states.transpose(0, 1) for states in (query, key, value))
-            return plan.run(layer, *heads_first, spec).flatten(1)
+            attended = plan.run(layer, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), spec)
+            return attended.flatten(1)
 
-        return self._head(batch.input_ids[0], hidden, batch.positions[0], attend)
+        output: Tensor = self._head(batch.input_ids[0], hidden, batch.positions[0], attend)
+        return output
 
     @torch.inference_mode()
     def combine(self, hidden: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ check. Called by the engine at start-up.
 """
 
 from pathlib import Path
+from typing import cast
+
+from torch import Tensor
 
 from cluster.engine.config import EngineConfig
 from cluster.engine.model import LoadedModel, load_target
@@ -32,7 +35,9 @@ def load_drafter(config: EngineConfig, target: LoadedModel, sampler: Sampler) ->
     if config.method is SpeculationMethod.NGRAM:
         return NgramDrafter(drafts, config.ngram_min, config.ngram_max)
     if config.draft is None:
-        raise ConfigError(f"draft is not set, but speculation method {config.method} needs one: name the draft's folder.")
+        raise ConfigError(
+            f"draft is not set, but speculation method {config.method} needs one: name the draft's folder."
+        )
     drafter: Drafter
     if config.method is SpeculationMethod.DRAFT_MODEL:
         drafter = _load_model(config.draft, config, target, sampler)
@@ -62,7 +67,7 @@ def _check_vocabulary(target: Path, target_size: int, draft: Path, draft_size: i
         token, token_id = min(ours.items() ^ theirs.items(), key=lambda entry: entry[1])
         owner = "target" if ours.get(token) == token_id else "draft"
         raise _different(
-            f"it has {len(theirs)} tokens, the target {len(ours)}, and token {token_id} is {token!r} only in the {owner}"
+            f"it has {len(theirs)} tokens, the target {len(ours)}; token {token_id} is {token!r} in the {owner} only"
         )
     needed = max(ours.values()) + 1
     if draft_size < needed:
@@ -76,19 +81,18 @@ def _different(how: str) -> ModelLoadError:
 
 
 def _load_eagle3(folder: Path, target: LoadedModel, sampler: Sampler, drafts: int) -> Eagle3Drafter:
-    embedding = target.model.get_input_embeddings().weight
+    embedding = cast(Tensor, target.model.get_input_embeddings().weight)
     head = Eagle3Head.load(folder, embedding, target.dtype, target.num_layers).to(target.device)
-    expected = head.config.target_hidden_size
-    if expected != target.hidden_size:
-        raise ModelLoadError(
-            f"The EAGLE3 head in {folder} reads hidden states of size {expected}, but the target's have {target.hidden_size}: "
-            "use the head that was trained for this target."
-        )
-    if max(head.aux_layer_ids) > target.num_layers:
-        raise ModelLoadError(
-            f"The EAGLE3 head in {folder} reads layer {max(head.aux_layer_ids)}, but the target has {target.num_layers}: "
-            "use the head that was trained for this target."
-        )
+    _check_fit(folder, "hidden states of size", head.config.target_hidden_size, target.hidden_size, exact=True)
+    _check_fit(folder, "layer", max(head.aux_layer_ids), target.num_layers, exact=False)
     if head.config.vocab_size != target.vocab_size:
         raise _different(f"it has {head.config.vocab_size} tokens, the target {target.vocab_size}")
     return Eagle3Drafter(head, sampler, drafts)
+
+
+def _check_fit(folder: Path, what: str, reads: int, given: int, exact: bool) -> None:
+    if reads > given or (exact and reads != given):
+        raise ModelLoadError(
+            f"The EAGLE3 head in {folder} reads {what} {reads}, but the target has {given}: "
+            "use the head that was trained for this target."
+        )

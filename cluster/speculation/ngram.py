@@ -1,7 +1,7 @@
 """Drafts by prompt lookup: what followed the last occurrence of the longest matching suffix (Saxena 2023).
 
-Keeps an index per request from n-grams to where they last ended. Invariant: the index is a function of all known tokens,
-reused ones included, and never of how they were computed; it grows by what is new. No model, no KV.
+Keeps an index per request from n-grams to where they last ended. Invariant: the index is a function of all known
+tokens, reused ones included, and never of how they were computed; it grows by what is new. No model, no KV.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,9 @@ class SuffixIndex:
                 self._ends[tuple(tokens[end - n : end])] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
         for n in range(min(self.most, len(tokens) - 1), self.least - 1, -1):
-            end = self._ends.get(tuple(tokens[len(tokens) - n :]))
-            if end is not None:
-                return tuple(tokens[end : end + k])
+            earlier = self._ends.get(tuple(tokens[len(tokens) - n :]))
+            if earlier is not None:
+                return tuple(tokens[earlier : earlier + k])
         return ()
 
 

@@ -1,9 +1,10 @@
 """The contract between the step loop and whatever makes drafts.
 
-A drafter is asked once a step, after verification, for all requests at once. Slot i of a request's draft KV is a function of
-tokens 0..i+span (`lookahead`); the step loop names the slots whose inputs are now real, and the drafter writes exactly
-those before it drafts. Invariant: KV of drafted tokens goes to slots at or beyond `end`, which the next task of the
-request rewrites from real inputs, so a rejected draft leaves no trace. Implemented by `ngram`, `draft_model`, `eagle3`.
+A drafter is asked once a step, after verification, for all requests at once. Slot i of a request's draft KV is a
+function of tokens 0..i+span (`lookahead`); the step loop names the slots whose inputs are now real, and the drafter
+writes exactly those before it drafts. Invariant: KV of drafted tokens goes to slots at or beyond `end`, which the
+next task of the request rewrites from real inputs, so a rejected draft leaves no trace. Implemented by `ngram`,
+`draft_model`, `eagle3`.
 """
 
 from collections.abc import Sequence
@@ -22,29 +23,28 @@ LayerKeysValues = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftTask:
-    """One request's share of a drafting step.
+    """One request's share of a drafting step: the slots [start, end) to write, and `k` tokens to draft after them.
 
-    tokens: all known tokens, prompt and output, the newly sampled included.
-    start, end: the slots [start, end) to write now, all of whose inputs are real: end + span <= len(tokens). Where drafts are
-        wanted, end + span == len(tokens).
-    k: how many tokens to draft; 0 writes KV only (a chunk of a prompt).
-    hidden: [end - start, n * H], the target's states at these positions, for drafters with `hidden_layers`.
-    block_table: draft blocks for slots [0, end + k - 1). held: slots below it are in blocks that others read; not written.
-    params, seed, num_prompt: what the target samples with, so that a drafter can race with the same clocks; the first
-        `num_prompt` tokens are the prompt.
+    Where drafts are wanted, end + span == len(tokens); a chunk of a prompt (k = 0) may end earlier. `params`, `seed`
+    and `num_prompt` are what the target samples with, so that a drafter can race with the same clocks.
     """
 
     request_id: str
     tokens: Sequence[int]
+    """All known tokens, the newly sampled one included; the first `num_prompt` are the prompt."""
     start: int
     end: int
+    """end + span <= len(tokens), so that every input of these slots is real."""
     k: int
     params: SamplingParams
     seed: int
     num_prompt: int
     block_table: Sequence[int] = ()
+    """Draft blocks for slots [0, end + k - 1)."""
     held: int = 0
+    """Slots below it lie in blocks that others read; they are not written."""
     hidden: Tensor | None = None
+    """[end - start, n * H], the target's states at these positions, for drafters with `hidden_layers`."""
 
 
 class Drafter(Protocol):
@@ -69,13 +69,13 @@ class Drafter(Protocol):
         """Use this pool from now on. Called once, before the first task, for drafters with a `kv_layout`."""
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
-        """At most `k` drafts for each task, in order; fewer at the draft's maximum position or where it sees no match."""
+        """At most `k` drafts for each task, in order; fewer at the draft's last position or where it sees no match."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered about a request that ended or was preempted; unknown ids are fine."""
 
     def recompute(self, tokens: Sequence[int], hidden: Tensor | None) -> list[LayerKeysValues]:
-        """Keys and values [len(tokens) - span, kv_heads, head_dim] of each layer, for a whole sequence, in one unchunked pass.
+        """Keys and values [len(tokens) - span, kv_heads, head_dim] of each layer, in one unchunked pass.
 
         `hidden` [len(tokens), n * H] are the target's states. The KV audit compares published blocks with this.
         """

@@ -1,7 +1,7 @@
 """The KV of a whole sequence, computed afresh in one unchunked pass over an empty pool.
 
-Invariant: nothing is shared with the serving pools, so the result is what their published blocks are judged by. Called by
-the drafters' `recompute`, by the KV audit and by the span check.
+Invariant: nothing is shared with the serving pools, so the result is what their published blocks are judged by.
+Called by the drafters' `recompute`, by the KV audit and by the span check.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ WHOLE_SEQUENCE = (0,)
 def recomputed(
     layout: KvLayout, device: torch.device, slots: int, run: Callable[[KvTensors], None]
 ) -> list[LayerKeysValues]:
-    """Keys and values [slots, kv_heads, dim] of each layer, after `run` filled a pool whose only block has `slots` slots."""
+    """Keys and values [slots, kv_heads, dim] of each layer, after `run` filled a pool of one block."""
     slots = max(slots, 0)
     kv = KvTensors(layout, num_blocks=1, block_size=max(slots, 1), device=device)
     if slots:

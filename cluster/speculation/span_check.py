@@ -1,8 +1,8 @@
 """Measures the lookahead span of a loaded draft: which draft slots does a token reach back to?
 
-The token at j is flipped in a sequence; the first slot s whose KV changes shows that KV of slot s depends on token j, so the
-span is j - s. Invariant: a draft that looks further ahead than its method declares is never served, since its KV would be
-shared between prompts that differ where it looks. Called by the factory at start-up.
+The token at j is flipped in a sequence; the first slot s whose KV changes shows that KV of slot s depends on token j,
+so the span is j - s. Invariant: a draft that looks further ahead than its method declares is never served, since its
+KV would be shared between prompts that differ where it looks. Called by the factory at start-up.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ _CHANGED = 1e-5
 
 
 def check_span(drafter: Drafter, target: LoadedModel) -> None:
-    """Raise ModelLoadError if the draft's KV looks further ahead than its method declares. Without a span: nothing to check."""
+    """Raise ModelLoadError if the draft's KV looks further ahead than its method declares."""
     declared = drafter.shape.span
-    if declared is None:
+    if declared is None:  # no draft KV, or none that is shared
         return
     measured = measure_span(drafter, target)
     if measured > declared:

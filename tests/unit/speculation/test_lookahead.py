@@ -1,0 +1,31 @@
+"""The span table decides who may reuse draft KV; every method has its row."""
+
+import pytest
+
+from cluster.core.paired_cache import Coupling
+from cluster.speculation.lookahead import (
+    SpeculationMethod,
+    coupling_of,
+    draft_kv_lookahead,
+    has_draft_kv,
+    joint_reuse_eligible,
+)
+
+EXPECTED = {
+    "none": (None, Coupling.NONE),
+    "ngram": (None, Coupling.NONE),
+    "draft_model": (0, Coupling.INDEPENDENT),
+    "eagle3": (1, Coupling.JOINT),
+}
+
+
+@pytest.mark.parametrize("method", SpeculationMethod)
+def test_every_method_states_its_span_and_coupling(method: SpeculationMethod) -> None:
+    assert (draft_kv_lookahead(method), coupling_of(method)) == EXPECTED[method.value]
+
+
+@pytest.mark.parametrize("method", SpeculationMethod)
+def test_joint_reuse_needs_a_known_span_and_two_pools(method: SpeculationMethod) -> None:
+    two_pools = coupling_of(method) is not Coupling.NONE
+    assert two_pools == has_draft_kv(method)
+    assert joint_reuse_eligible(method) == (two_pools and draft_kv_lookahead(method) is not None)

@@ -1,0 +1,126 @@
+"""Speculative output is the target's own, token for token and in distribution, whatever the drafter believes.
+
+The target and the drafter are tables: the logits of the next token given the last one, over a vocabulary of a few
+tokens.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from cluster.core.batch_plan import DraftShape
+from cluster.core.paired_cache import Coupling
+from cluster.core.sampling import SamplingParams
+from cluster.engine.sampler import Sampler, SampleRow
+from cluster.speculation.chain import Chain, DraftChooser, draft_chains
+from cluster.speculation.protocol import DraftTask
+from cluster.speculation.verify import verify
+
+VOCAB = 5
+PROMPT = (2,)
+TARGET = torch.tensor(np.random.RandomState(0).normal(0, 1.2, (VOCAB, VOCAB)), dtype=torch.float32)
+NEAR = TARGET + torch.tensor(np.random.RandomState(1).normal(0, 0.5, (VOCAB, VOCAB)), dtype=torch.float32)
+FAR = torch.tensor(np.random.RandomState(2).normal(0, 2.0, (VOCAB, VOCAB)), dtype=torch.float32)
+SHAPE = DraftShape(Coupling.INDEPENDENT, 0, 2, None)
+SAMPLER = Sampler(VOCAB)
+
+
+class TableModel:
+    """A drafter of table [target vocabulary, draft vocabulary]."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def begin(self, tasks: list[DraftTask], drafting: list[int]) -> torch.Tensor:
+        return self.table[[tasks[i].tokens[-1] for i in drafting]]
+
+    def feed(self, chains: list[Chain]) -> torch.Tensor:
+        return self.table[[chain.drafts[-1] for chain in chains]]
+
+
+def speculate(params: SamplingParams, seeds: int, length: int, drafter: torch.Tensor, d2t: list[int] | None, k: int):
+    """`length` tokens for each seed, in one batch; also the number of drafts made and accepted."""
+    chooser = DraftChooser(SAMPLER, None if d2t is None else torch.tensor(d2t))
+    outputs: list[list[int]] = [[] for _ in range(seeds)]
+    made = accepted = 0
+    while going := [seed for seed in range(seeds) if len(outputs[seed]) < length]:
+        tasks = []
+        for seed in going:
+            tokens = (*PROMPT, *outputs[seed])
+            tasks.append(DraftTask(str(seed), tokens, 0, len(tokens), k, params, seed, len(PROMPT)))
+        drafts = draft_chains(tasks, SHAPE, chooser, TableModel(drafter))
+        rows, last = [], []
+        for seed, draft in zip(going, drafts, strict=True):
+            for j in range(len(draft) + 1):
+                position = 1 + len(outputs[seed]) + j
+                rows.append(SampleRow(params, seed, position, PROMPT, tuple(outputs[seed]), draft[:j]))
+                last.append((*PROMPT, *outputs[seed], *draft[:j])[-1])
+        sampled = iter(SAMPLER.sample(TARGET[last], rows).tokens)
+        for seed, draft in zip(going, drafts, strict=True):
+            verdict = verify(draft, [next(sampled) for _ in range(len(draft) + 1)])
+            outputs[seed] += verdict.tokens
+            made, accepted = made + len(draft), accepted + verdict.accepted
+    return [tuple(output[:length]) for output in outputs], made, accepted
+
+
+def plain(params: SamplingParams, seeds: int, length: int) -> list[tuple[int, ...]]:
+    outputs: list[tuple[int, ...]] = [() for _ in range(seeds)]
+    for p in range(length):
+        rows = [SampleRow(params, seed, 1 + p, PROMPT, outputs[seed]) for seed in range(seeds)]
+        tokens = SAMPLER.sample(TARGET[[(*PROMPT, *output)[-1] for output in outputs]], rows).tokens
+        outputs = [(*output, token) for output, token in zip(outputs, tokens, strict=True)]
+    return outputs
+
+
+HOT = SamplingParams(max_tokens=9)
+PARAMS = {
+    "greedy": replace(HOT, temperature=0.0),
+    "hot": replace(HOT, temperature=1.4),
+    "truncated": replace(HOT, temperature=0.9, top_k=4, top_p=0.9, min_p=0.05),
+    "penalised": replace(HOT, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+}
+DRAFTERS = {
+    "near": (NEAR, None),
+    "far": (FAR, None),
+    "half_the_vocabulary": (NEAR[:, [0, 2, 3]], [0, 2, 3]),
+    "broken": (torch.full((VOCAB, VOCAB), torch.nan), None),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_seed_gives_the_same_tokens_with_and_without_speculation(params: str, drafter: str) -> None:
+    table, d2t = DRAFTERS[drafter]
+    for k in (1, 2):
+        output, made, _ = speculate(PARAMS[params], 60, 8, table, d2t, k)
+        assert output == plain(PARAMS[params], 60, 8)
+        assert (made > 0) == (drafter != "broken")
+
+
+def test_the_distribution_is_the_targets() -> None:
+    """Chi-square of 100,000 tokens, two for each request, against the exact joint distribution."""
+    params = replace(HOT, temperature=0.8)
+    output, _, accepted = speculate(params, 50_000, 2, NEAR, None, 1)
+    assert accepted > 0
+    first = torch.softmax(TARGET[PROMPT[-1]].double() / 0.8, -1)
+    expected = first[:, None] * torch.softmax(TARGET.double() / 0.8, -1)
+    counts = np.zeros((VOCAB, VOCAB))
+    np.add.at(counts, tuple(np.array(output).T), 1)
+    assert chisquare(counts.ravel(), expected.numpy().ravel() * len(output)).pvalue > 1e-3
+
+
+def test_racing_with_the_targets_clocks_is_accepted_more_often_than_chance() -> None:
+    """The bound of Daliri et al.: agreement with probability at least (1 - TV) / (1 + TV), here at the first token."""
+    params = replace(HOT, temperature=1.0)
+    seeds = 4000
+    task = [DraftTask(str(seed), PROMPT, 0, 1, 1, params, seed, 1) for seed in range(seeds)]
+    drafts = draft_chains(task, SHAPE, DraftChooser(SAMPLER), TableModel(NEAR))
+    sampled = SAMPLER.sample(TARGET[[2] * seeds], [SampleRow(params, seed, 1) for seed in range(seeds)]).tokens
+    agreement = np.mean([draft[0] == token for draft, token in zip(drafts, sampled, strict=True)])
+    p, q = (torch.softmax(table[2].double(), -1) for table in (TARGET, NEAR))
+    distance = float((p - q).abs().sum()) / 2
+    assert agreement >= (1 - distance) / (1 + distance) - 0.03
+    assert agreement > float((p * q).sum()) + 0.1  # what independent draws would give

@@ -6,6 +6,8 @@ salt, the time to first token would tell one tenant what another has asked.
 Called by the gateway's servers and `cluster.gateway.service`.
 """
 
+from __future__ import annotations
+
 import hashlib
 import hmac
 import secrets

@@ -8,6 +8,8 @@ streams, else a coroutine. It raises `TandemError`s.
 Called by `cluster.rpc.server`.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager

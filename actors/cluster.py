@@ -7,11 +7,8 @@ file of it is left. Called by `tandem serve`, `tandem demo` and tests.
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
 
 from pydantic import SecretStr
@@ -19,6 +16,7 @@ from pydantic import SecretStr
 from actors.gateway import GatewayOptions, port_taken
 from actors.runtime import RayRuntime, gpus
 from actors.scheduler import SchedulerOptions
+from actors.signals import Interrupts, uninterrupted
 from actors.supervisor import MemberStatus, Progress, Supervisor
 from actors.worker import WorkerOptions
 from cluster.config import TandemConfig
@@ -55,7 +53,7 @@ class RunningCluster:
 
     def stop(self) -> None:
         """Ends everything; takes a few seconds. Doing it twice does nothing."""
-        with _uninterrupted():
+        with uninterrupted():
             self._stack.close()
 
     def __enter__(self) -> RunningCluster:
@@ -81,25 +79,35 @@ def start_cluster(
     _check(config)
     stack = ExitStack()
     try:
-        progress("Starting Redis")
-        redis = None
-        if config.cluster.redis_url is None:
-            redis = stack.enter_context(EmbeddedRedis())
-        else:
-            check_url(config.cluster.redis_url)
-        runtime = RayRuntime()
-        stack.callback(runtime.stop)
-        progress("Starting Ray")
-        runtime.start(log_to_driver=True)
-        redis_url = redis.url if redis is not None else config.cluster.redis_url
-        supervisor = _supervisor(config, redis_url, schema or Schema())
-        stack.callback(supervisor.stop)
-        supervisor.start(config.cluster.startup_timeout_s, progress)
-        return RunningCluster(supervisor, stack, redis)
+        with Interrupts() as interrupts:
+            return _start(config, progress, schema or Schema(), stack, interrupts)
     except BaseException:
-        with _uninterrupted():
+        with uninterrupted():
             stack.close()
         raise
+
+
+def _start(
+    config: TandemConfig, progress: Progress, schema: Schema, stack: ExitStack, interrupts: Interrupts
+) -> RunningCluster:
+    """Puts on the stack how to undo each step before it takes the step."""
+    redis, redis_url = None, config.cluster.redis_url
+    if redis_url is None:
+        progress("Starting Redis")
+        redis = stack.enter_context(EmbeddedRedis())
+        redis_url = redis.url
+    else:
+        check_url(redis_url)
+    progress("Starting Ray")
+    runtime = RayRuntime()
+    stack.callback(runtime.stop)
+    runtime.start(log_to_driver=True)
+    interrupts.check()
+    supervisor = _supervisor(config, redis_url, schema)
+    stack.callback(supervisor.stop)
+    supervisor.start(config.cluster.startup_timeout_s, progress, interrupts.check)
+    interrupts.check()
+    return RunningCluster(supervisor, stack, redis)
 
 
 def _check(config: TandemConfig) -> None:
@@ -137,17 +145,3 @@ def _supervisor(config: TandemConfig, redis_url: SecretStr, schema: Schema) -> S
         ),
         gpus=gpus(),
     )
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Puts Ctrl-C and SIGTERM off while the cluster is taken down, so that a second one can't leave half of it behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)

@@ -17,8 +17,8 @@ import ray
 from actors.handles import SchedulerClient
 from actors.member import Loaded
 from cluster.errors import ConfigError, TandemError
-from cluster.gateway.server import GatewayServer
 from cluster.gateway.served import ServedModel
+from cluster.gateway.server import GatewayServer
 from cluster.observe.logging import event, setup
 from cluster.routing.types import WorkerInfo
 from cluster.rpc.server import ServerOptions

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from actors.runtime import NAMESPACE
+from cluster.core.frontier import FrontierReport
 from cluster.errors import TandemError, Unavailable
 from cluster.gateway.dispatcher import ClusterState
 from cluster.routing.router import HeartbeatReply
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad
-
-if TYPE_CHECKING:
-    from cluster.core.frontier import FrontierReport
 
 SCHEDULER = "tandem-scheduler"
 GATEWAY = "tandem-gateway"

@@ -83,7 +83,9 @@ class Member:
         try:
             answer = ray.get(self.pending)
         except RayActorError:
-            answer = Unavailable(f"The process of {self.name} ended while {self.phase}: see the system's log for its cause.")
+            answer = Unavailable(
+                f"The process of {self.name} ended while {self.phase}: see the system's log for its cause."
+            )
         except RayError as error:
             answer = Unavailable(f"{self.name} failed while {self.phase} ({type(error).__name__}): see its log.")
         if not isinstance(answer, Loaded):

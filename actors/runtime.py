@@ -11,16 +11,18 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config
 
 NAMESPACE = "tandem"
 _MARK = "_TANDEM_RUNTIME"
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no tensor or token travels through it
-_STOP_LIMIT_S = 5.0
+_STOP_LIMIT_S = 20.0
 
 
 class RayRuntime:
@@ -47,6 +49,7 @@ class RayRuntime:
                 "RAY_agent_register_timeout_ms": "120000",
             }
         )
+        _reread_environment()
         ray.init(
             address="local",  # never join what an earlier run left behind
             namespace=NAMESPACE,
@@ -81,12 +84,13 @@ class RayRuntime:
             return False
 
     def _end_processes(self) -> None:
-        while processes := self.processes():
+        deadline = time.monotonic() + _STOP_LIMIT_S
+        while (processes := self.processes()) and time.monotonic() < deadline:
             _, alive = psutil.wait_procs(processes, timeout=0.2)
             for process in alive:
                 with suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(alive, timeout=_STOP_LIMIT_S)
+            psutil.wait_procs(alive, timeout=1.0)
 
     def _set_environment(self, values: dict[str, str]) -> None:
         for name, value in values.items():
@@ -100,9 +104,15 @@ class RayRuntime:
             else:
                 os.environ[name] = value
         self._environment.clear()
+        _reread_environment()
+
+
+def _reread_environment() -> None:
+    # Ray reads its settings and its token once per process, when it is imported; there is no public way to tell it again.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def gpus() -> float:
     """GPUs that Ray found."""
     return float(ray.cluster_resources().get("GPU", 0.0))
-

@@ -14,12 +14,12 @@ import os
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import ray
 from pydantic import SecretStr
 
 from actors.member import Loaded
+from cluster.core.frontier import FrontierReport
 from cluster.directory.breaker import DirectoryDown
 from cluster.directory.schema import AnchorHolder, Schema, worker_tag
 from cluster.directory.store import Directory
@@ -30,9 +30,6 @@ from cluster.routing.policy import CostModel
 from cluster.routing.report_order import Verdict
 from cluster.routing.router import HeartbeatReply, Hints, Router, RouterLimits
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad
-
-if TYPE_CHECKING:
-    from cluster.core.frontier import FrontierReport
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +85,9 @@ class SchedulerActor:
             except DirectoryDown:
                 pass  # the breaker has logged it; whatever was not written follows with later reports
             await asyncio.sleep(_TICK_S)
+
+    async def stage(self) -> str:
+        return "Starting the scheduler"
 
     # ---------------------------------------------------------------- workers
 

@@ -77,18 +77,26 @@ class Supervisor:
         loaded = (member.loaded for member in self._workers.values())
         return [each.worker for each in loaded if each is not None and each.worker is not None]
 
-    def start(self, limit_s: float, progress: Progress) -> None:
-        """Returns when every member runs.
+    def start(self, limit_s: float, progress: Progress, check_interrupt: Callable[[], None]) -> None:
+        """Returns when every member runs. `check_interrupt` is called now and then, and may raise.
 
         Raises:
             TandemError: what kept a member from loading, as it raised it.
         """
         deadline = time.monotonic() + limit_s
-        progress("Starting the scheduler")
-        self._bring_up([self._scheduler], deadline, limit_s, progress)
-        self._bring_up(list(self._workers.values()), deadline, limit_s, progress)
-        progress("Starting the gateway")
-        self._bring_up([self._gateway], deadline, limit_s, progress)
+        for members in ([self._scheduler], list(self._workers.values()), [self._gateway]):
+            self._launch(members)
+            stage = ""
+            while any(member.phase is not Phase.RUNNING for member in members):
+                check_interrupt()
+                stage = _show_stage(members, stage, progress)
+                for member in self._step(restart=False):
+                    raise member.failure or Unavailable(f"{member.name} ended while it was starting: see its log.")
+                if time.monotonic() > deadline:
+                    raise Unavailable(
+                        f"cluster.startup_timeout_s is {limit_s:g}, but the cluster was not ready by then: "
+                        "raise it, or start fewer workers."
+                    )
         self._thread = threading.Thread(target=self._watch, name="tandem-supervisor", daemon=True)
         self._thread.start()
 
@@ -122,20 +130,10 @@ class Supervisor:
 
     # ---------------------------------------------------------------- inside
 
-    def _bring_up(self, members: list[Member], deadline: float, limit_s: float, progress: Progress) -> None:
+    def _launch(self, members: list[Member]) -> None:
         self._members += members
         for member in members:
             member.launch()
-        stage = ""
-        while any(member.phase is not Phase.RUNNING for member in members):
-            for member in self._step(restart=False):
-                raise member.failure or Unavailable(f"{member.name} ended while it was starting: see its log.")
-            if time.monotonic() > deadline:
-                raise Unavailable(
-                    f"cluster.startup_timeout_s is {limit_s:g}, but the cluster was not ready by then: "
-                    "raise it, or start fewer workers."
-                )
-            stage = _show_stage(members, stage, progress)
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
@@ -186,7 +184,13 @@ def _spawn(actor: Any, name: str, gpus: float, *arguments: object) -> ActorHandl
     # Processes are placed by hand here, so Ray is not to count CPUs; it also must not restart an actor behind the
     # supervisor's back, because a new life has to load first.
     placed = actor.options(
-        name=name, namespace=NAMESPACE, lifetime="detached", num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        num_gpus=gpus,
+        max_restarts=0,
+        max_task_retries=0,
     )
     handle: ActorHandle[Any] = placed.remote(*arguments)
     return handle

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from cluster.core.frontier import BlockState
+from cluster.core.frontier import BlockState
 
 _TARGET, _DRAFT, _BOTH = 1, 2, 3
 _MAX_SHARED_MASKS = 65_536

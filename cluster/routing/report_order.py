@@ -8,10 +8,8 @@ falsify it. Owned by `cluster.routing.router`.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cluster.core.frontier import FrontierReport
+from cluster.core.frontier import FrontierReport
 
 
 class Verdict(StrEnum):

@@ -13,8 +13,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from cluster.core.frontier import FrontierReport
 from cluster.errors import ConfigError, StaleEpoch
 from cluster.routing.health import HealthState, Leases
 from cluster.routing.policy import Candidate, CostModel, choose, expected_frontier, lacking_tokens
@@ -22,9 +22,6 @@ from cluster.routing.prefix_map import Depth, PrefixMap
 from cluster.routing.report_order import ReportOrder, Verdict
 from cluster.routing.reservations import Reservations
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad, WorkerStatus
-
-if TYPE_CHECKING:
-    from cluster.core.frontier import FrontierReport
 
 Hints = Mapping[tuple[str, int], Depth]
 """(worker id, epoch) -> depth, from the directory."""

@@ -7,11 +7,9 @@ Used by the gateway (asks), the router (answers), the actors (carry) and the dir
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cluster.core.frontier import Frontier
-    from cluster.core.paired_cache import Coupling
+from cluster.core.frontier import Frontier
+from cluster.core.paired_cache import Coupling
 
 HASH_SCHEME = "sha256-raw-v1"
 """Names how raw block keys are derived and salted (`cluster.core.keys`). Peers that differ in it can't share keys."""

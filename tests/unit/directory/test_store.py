@@ -13,7 +13,15 @@ from pydantic import SecretStr
 
 from cluster.directory.breaker import Breaker, DirectoryDown
 from cluster.directory.embedded import EmbeddedRedis
-from cluster.directory.schema import AnchorHolder, Schema, pack_holders, pack_worker, unpack_holders, unpack_worker, worker_tag
+from cluster.directory.schema import (
+    AnchorHolder,
+    Schema,
+    pack_holders,
+    pack_worker,
+    unpack_holders,
+    unpack_worker,
+    worker_tag,
+)
 from cluster.directory.store import Directory, check_url
 from cluster.errors import ConfigError
 from cluster.routing.prefix_map import Depth

@@ -80,9 +80,7 @@ def test_leaves_go_before_their_roots() -> None:
 NAMES = ("a", "b", "c")
 PATHS = [chain(*path) for path in ((0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0), (1, 1, 1, 1, 1), (1, 0))]
 ACTION = st.one_of(
-    st.tuples(
-        st.just("store"), st.sampled_from(NAMES), st.sampled_from(PATHS), st.integers(0, 5), st.integers(0, 5)
-    ),
+    st.tuples(st.just("store"), st.sampled_from(NAMES), st.sampled_from(PATHS), st.integers(0, 5), st.integers(0, 5)),
     st.tuples(st.just("drop"), st.sampled_from(NAMES)),
     st.tuples(st.just("sweep"), st.integers(1, 4)),
 )

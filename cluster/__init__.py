@@ -1,0 +1,1 @@
+"""Tandem: LLM serving with speculative decoding and paired target/draft KV pools."""

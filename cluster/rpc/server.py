@@ -25,6 +25,8 @@ class ServerOptions:
     max_message_bytes: int = 16 * 2**20
     max_metadata_bytes: int = 16 * 2**10
     max_idle_s: float = 3600
+    write_timeout_s: float = 60
+    """How long a client may leave a streamed response unread before its call is ended."""
     keepalive_s: float = 30
     """How often a connection is probed; one that doesn't answer within 20 s is closed and its calls are cancelled."""
 
@@ -56,7 +58,9 @@ class RpcServer:
         options = options or ServerOptions()
         self._names = [service.full_name for service in services]
         self._server = grpc.aio.server(interceptors=interceptors, options=options.as_grpc())
-        self._server.add_generic_rpc_handlers([handler_of(*each) for each in services.items()])
+        self._server.add_generic_rpc_handlers(
+            [handler_of(service, servicer, options.write_timeout_s) for service, servicer in services.items()]
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)

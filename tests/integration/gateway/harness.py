@@ -31,7 +31,7 @@ from cluster.routing.types import (
 from cluster.rpc._generated.tandem.internal.v1 import worker_pb2
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
 from cluster.rpc.client import TandemClient
-from cluster.rpc.server import RpcServer
+from cluster.rpc.server import RpcServer, ServerOptions
 
 TINY_TARGET = Path(__file__).parents[2] / "fixtures/models/tiny-target"
 CARD = ModelCard("tiny", fingerprint="f", kv_dtype="float32", block_size=16, max_len=512, vocab_size=2048)
@@ -144,11 +144,14 @@ class Stack:
 
 @asynccontextmanager
 async def gateway(
-    workers: list[WorkerInfo], served: ServedModel | None = None, tenants: Tenants | None = None
+    workers: list[WorkerInfo],
+    served: ServedModel | None = None,
+    tenants: Tenants | None = None,
+    options: ServerOptions | None = None,
 ) -> AsyncGenerator[Stack, None]:
     """A gateway in front of `workers`, and a client of it."""
     dispatcher = ListDispatcher(workers)
-    server = GatewayServer(served or ServedModel(CARD, tokenizer(), POOLS), dispatcher, tenants)
+    server = GatewayServer(served or ServedModel(CARD, tokenizer(), POOLS), dispatcher, tenants, options)
     address = await server.start()
     try:
         async with TandemClient(address) as client:
@@ -158,14 +161,16 @@ async def gateway(
 
 
 @asynccontextmanager
-async def scripted(*scripts: Script) -> AsyncGenerator[tuple[Stack, list[ScriptedWorker]], None]:
+async def scripted(
+    *scripts: Script, options: ServerOptions | None = None
+) -> AsyncGenerator[tuple[Stack, list[ScriptedWorker]], None]:
     """A gateway in front of one scripted worker for each script."""
     workers = [ScriptedWorker(script) for script in scripts]
     servers = [RpcServer({WORKER_SERVICE: worker}) for worker in workers]
     addresses = [await server.start() for server in servers]
     infos = [worker_info(f"worker-{index}", address) for index, address in enumerate(addresses)]
     try:
-        async with gateway(infos) as stack:
+        async with gateway(infos, options=options) as stack:
             yield stack, workers
     finally:
         for server in servers:

@@ -19,6 +19,7 @@ from cluster.errors import (
 from cluster.routing.types import Refusal
 from cluster.rpc._generated.tandem.internal.v1 import worker_pb2
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
+from cluster.rpc.server import ServerOptions
 from tests.integration.gateway.harness import collect, eventually, gateway, says, scripted, worker_info
 
 Responses = AsyncGenerator[worker_pb2.GenerateResponse, None]
@@ -175,6 +176,29 @@ async def test_the_deadline_is_carried_to_the_worker_and_ends_it() -> None:
             await collect(stack.client.generate("hi", timeout_s=0.5))
         assert 0 < remaining[0] <= 0.5
         await eventually(lambda: script.left and stack.gateway.active_requests == 0)
+
+
+async def test_a_client_that_reads_nothing_holds_the_worker_back_and_is_let_go_in_time() -> None:
+    sent, left = [], asyncio.Event()
+
+    async def flood(_request: worker_pb2.GenerateRequest, _context: Any) -> Responses:
+        try:
+            for position in range(2000):
+                sent.append(position)
+                yield worker_pb2.GenerateResponse(position=position, token_ids=[1], text="x" * 100_000)
+        finally:
+            left.set()
+
+    async with scripted(flood, options=ServerOptions(write_timeout_s=0.5)) as (stack, _):
+        stream = stack.client.generate("hi")
+        await anext(stream)
+        async with asyncio.timeout(10):
+            await left.wait()
+        assert len(sent) < 1000
+        with pytest.raises(DeadlineExceeded, match=r"read for 0\.5 s"):
+            async for _ in stream:
+                pass
+        assert stack.gateway.active_requests == 0
 
 
 async def test_cancel_goes_to_the_worker_that_has_the_request() -> None:

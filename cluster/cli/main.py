@@ -14,6 +14,7 @@ from rich.console import Console
 
 from cluster.cli.chat import chat
 from cluster.cli.demo import demo
+from cluster.cli.draft import draft
 from cluster.cli.exit_codes import ExitCode, exit_code
 from cluster.cli.generate import generate
 from cluster.cli.serve import serve
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for _command in (serve, generate, chat, status, demo):
     app.command()(_command)
+app.add_typer(draft, name="draft")
 
 
 def main() -> None:

@@ -1,0 +1,102 @@
+"""One fixed pool of blocks.
+
+A block is free, or cached (published and used by nobody), or in use: by the requests whose paths through the tree it
+lies on, or, unpublished, by the one request that writes it. Running out is an answer (None), not an error, and it
+evicts nothing.
+
+Invariant: free + cached + in use = total, and a block is in exactly one of the three. Called by `Holding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.core.eviction import EvictionPolicy
+from cluster.core.prefix_tree import PrefixTree, Run, TreeListener
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """A pool as configured: `block_size` in positions, `num_blocks`, and the lookahead `span` of its KV in tokens.
+
+    `model` is the fingerprint of the weights that write the KV, `kv_dtype` how it is stored: both keep caches apart.
+    """
+
+    name: str
+    block_size: int
+    num_blocks: int
+    span: int = 0
+    model: str = ""
+    kv_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for field, least in (("block_size", 1), ("num_blocks", 1), ("span", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(
+                    f"{field} of pool {self.name!r} is {getattr(self, field)}, but must be at least {least}"
+                )
+
+    def blocks_for(self, positions: int) -> int:
+        """Blocks that hold this many positions."""
+        return -(-positions // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMeters:
+    """Blocks of a pool by state. `reserved` are those among `in_use` that a step under way has taken and may give
+    back."""
+
+    total: int
+    free: int
+    cached: int
+    in_use: int
+    reserved: int
+
+
+class BlockPool:
+    """The blocks of one pool and the tree of those that are published."""
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        name_size: int | None = None,
+        policy: EvictionPolicy[Run] | None = None,
+        listener: TreeListener | None = None,
+    ) -> None:
+        self.spec = spec
+        self.reserved = 0
+        self._free = list(range(spec.num_blocks - 1, -1, -1))
+        self.tree = PrefixTree(spec.block_size, self._free, name_size, policy, listener)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had, by eviction if need be."""
+        return len(self._free) + self.tree.cached
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks whose contents are undefined, or None if there aren't as many; then nothing is evicted."""
+        free = self._free
+        if count > len(free):
+            if count > self.available:
+                return None
+            self.tree.evict(count - len(free))
+        split = len(free) - count
+        taken = free[split:]
+        del free[split:]
+        return taken
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Frees blocks that were allocated and not published since."""
+        self._free += blocks
+
+    def meters(self) -> PoolMeters:
+        free, cached, total = len(self._free), self.tree.cached, self.spec.num_blocks
+        return PoolMeters(total, free, cached, total - free - cached, self.reserved)
+
+    def check(self, private: Sequence[int]) -> None:
+        """Raises RuntimeError unless free, published and `private` blocks together are all blocks, each once."""
+        self.tree.check()
+        published = [block for run in self.tree.runs() for block in run.blocks]
+        if sorted([*self._free, *published, *private]) != list(range(self.spec.num_blocks)):
+            raise RuntimeError(f"pool {self.spec.name!r}: a block is lost or held twice")

@@ -1,0 +1,166 @@
+"""What one request holds in one pool: its block table, and how far its KV there is computed.
+
+The table's first `published` blocks lie in the pool's tree and may have other readers; the rest is the request's own.
+Positions below `cursor` have valid KV. Positions below `published * block_size` must not be written: where they are
+computed again (for logits or hidden states), the KV goes to a trash block.
+
+Invariant: cursor <= capacity and cursor <= the stream's known units, so what is published was computed from known
+tokens only. Driven by `PairedCache`, which keeps the holdings of one request in step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.core.block_pool import BlockPool
+from cluster.core.keys import KeyStream
+from cluster.core.prefix_tree import NOTHING, Match, Run
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first `units` positions of block `src` to block `dst` in the tensors of `pool`, before the next
+    forward."""
+
+    pool: str
+    src: int
+    dst: int
+    units: int
+
+
+class Holding:
+    """Starts empty; `raw` is the stream that names published blocks in reports, or None where nothing is reported."""
+
+    __slots__ = ("_page", "_raw", "_weight", "cursor", "found", "leaf", "pool", "published", "reuse", "stream", "table")
+
+    def __init__(self, pool: BlockPool, stream: KeyStream, raw: KeyStream | None, reuse: bool, weight: float) -> None:
+        self.pool = pool
+        self.stream = stream
+        self.reuse = reuse
+        self.leaf: Run | None = None
+        self.table: list[int] = []
+        self.published = 0
+        self.cursor = 0
+        self.found = 0
+        """Units that the last claim found published."""
+        self._raw = raw
+        self._weight = weight
+        self._page: int | None = None
+
+    @property
+    def held(self) -> int:
+        """Positions below this one lie in blocks that others may read."""
+        return self.published * self.pool.spec.block_size
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the block table covers."""
+        return len(self.table) * self.pool.spec.block_size
+
+    # ------------------------------------------------------------ claiming
+
+    def depth(self) -> int:
+        """Units of the stream that are published now."""
+        return self.pool.tree.match(self.stream).depth(self.pool.spec.block_size) if self.reuse else 0
+
+    def prepare(self, depth: int) -> None:
+        """Takes the page that a claim of `depth` units copies to, if it ends inside a block that isn't published in
+        full.
+
+        Without a page to be had, the claim will end at the last full block.
+        """
+        if self.reuse and depth > self.pool.tree.match(self.stream).blocks * self.pool.spec.block_size:
+            pages = self.pool.allocate(1)
+            self._page = pages[0] if pages else None
+
+    def take(self, depth: int) -> BlockCopy | None:
+        """Claims up to `depth` units, and says what must be copied. `cursor` tells how many it really got.
+
+        Full blocks that match beyond `depth` are shared too: they needn't be stored twice, only computed past.
+        """
+        page, self._page = self._page, None
+        match = self.pool.tree.match(self.stream) if self.reuse else NOTHING
+        size = self.pool.spec.block_size
+        full, self.found = match.blocks * size, match.depth(size)
+        self.cursor = min(depth, self.found if page is not None else full)
+        if match.blocks:
+            self._share(match)
+        if page is None or match.source is None or self.cursor <= full:
+            self.pool.give_back(() if page is None else (page,))
+            return None
+        self.table.append(page)
+        return BlockCopy(self.pool.spec.name, match.source, page, self.cursor - full)
+
+    def _share(self, match: Match) -> None:
+        self.leaf = self.pool.tree.claim(match, self.stream.root or b"")
+        self.table, names = self.pool.tree.path(self.leaf)
+        self.published = match.blocks
+        if self._raw is not None:
+            self._raw.adopt_keys(names)
+
+    def release(self) -> None:
+        """Gives everything back: published blocks stay cached in the tree, the others become free."""
+        if self.leaf is not None:
+            self.pool.tree.release(self.leaf, self._weight)
+            self.leaf = None
+        self.pool.give_back(self.table[self.published :])
+        self.table = []
+        self.published = self.cursor = self.found = 0
+
+    # ------------------------------------------------------------ growing
+
+    def missing(self, positions: int) -> int:
+        """Blocks to add so that the table covers this many positions."""
+        return max(0, self.pool.spec.blocks_for(positions) - len(self.table))
+
+    def grow(self, blocks: int) -> bool:
+        """Adds blocks at the end of the table; False, and nothing happens, if the pool hasn't as many."""
+        if blocks:
+            taken = self.pool.allocate(blocks)
+            if taken is None:
+                return False
+            self.table += taken
+        return True
+
+    def shrink(self, blocks: int) -> None:
+        """Takes blocks off the end of the table; never those that hold committed positions."""
+        keep = max(len(self.table) - blocks, self.published, self.pool.spec.blocks_for(self.cursor))
+        self.pool.give_back(self.table[keep:])
+        del self.table[keep:]
+
+    def advance(self, computed: int) -> None:
+        """`computed` more positions have valid KV: publishes the blocks that this completes.
+
+        Raises ValueError, and changes nothing, if they exceed the capacity or depend on tokens that aren't known.
+        """
+        cursor = self.cursor + computed
+        if computed < 0 or cursor > min(self.capacity, self.stream.n_units):
+            raise ValueError(
+                f"{computed} positions computed beyond {self.cursor} in pool {self.pool.spec.name!r}, but only"
+                f" {self.capacity} are reserved and {self.stream.n_units} are determined by known tokens"
+            )
+        self.cursor = cursor
+        complete = cursor // self.pool.spec.block_size
+        if complete > self.published and self.reuse:
+            self._publish(complete)
+
+    def _publish(self, complete: int) -> None:
+        own = self.table[self.published : complete]
+        self.leaf, kept = self.pool.tree.publish(self._leaf(), self.stream, self.published, own, self._raw)
+        if kept != own:
+            # Someone published equal blocks first: read theirs, and free ours. Tables are read anew each step.
+            self.table[self.published : complete] = kept
+            self.pool.give_back([mine for mine, theirs in zip(own, kept, strict=True) if mine != theirs])
+        self.published = complete
+
+    def publish_tail(self) -> None:
+        """Publishes the last, partial block, if anything in it is computed. The request must be released next."""
+        if self.cursor <= self.held or not self.reuse:
+            return
+        units = self.stream.words(self.held, self.cursor)
+        if self.pool.tree.publish_tail(self._leaf(), units, self.table[self.published], self._weight):
+            del self.table[self.published]
+
+    def _leaf(self) -> Run:
+        if self.leaf is None:
+            self.leaf = self.pool.tree.claim(NOTHING, self.stream.root or b"")
+        return self.leaf

@@ -1,0 +1,379 @@
+"""The pools of a worker as one transaction: the pair of target and draft, and any further pool that joins.
+
+A request opens a handle, claims what is published of its tokens, and then repeats reserve -> (forward) -> commit. Every
+operation does its work in all pools or in none, so the pools of a request can't drift apart.
+
+    open ──► claim ──► reserve ──► commit ──┐         suspend: give all back, claim again later
+                         ▲   └──► revert    │         free: publish the tail, give all back, for good
+                         └──────────────────┘
+
+Invariants (I1..I6 of the design; `check` verifies them): no block is lost or held twice; a cursor is never ahead of
+computed KV, nor of what known tokens determine; all holdings of a handle have one status, the handle's. Called by
+`Admission` and the engine, from one thread."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cluster.core.block_pool import BlockPool, PoolMeters, PoolSpec
+from cluster.core.eviction import EvictionPolicy, LeastRecentlyUsed
+from cluster.core.frontier import Frontier
+from cluster.core.holding import BlockCopy, Holding
+from cluster.core.keys import KeyStream, ReuseScope, TokenBuffer
+from cluster.core.ledger import FrontierChanges, FrontierLedger
+from cluster.core.prefix_tree import Run
+
+__all__ = [
+    "BlockCopy",
+    "CacheHandle",
+    "Claim",
+    "Coupling",
+    "HandleStatus",
+    "PairedCache",
+    "PoolMeters",
+    "PoolSpec",
+    "Reservation",
+    "split_budget",
+]
+
+TARGET, DRAFT = "target", "draft"
+
+RECLAIMS = 2
+"""How often a claim is tried again at a smaller depth, before it settles for nothing."""
+
+
+class Coupling(StrEnum):
+    """How the cursors of a request's pools are tied.
+
+    NONE: there is no draft pool. JOINT: the draft reads the target's hidden states, so both start at the smaller depth.
+    INDEPENDENT: the draft computes from tokens alone, and each pool starts at its own depth.
+    """
+
+    NONE = "none"
+    JOINT = "joint"
+    INDEPENDENT = "independent"
+
+
+class HandleStatus(StrEnum):
+    """IDLE holds no block, CLAIMED may hold some, CLOSED never will again."""
+
+    IDLE = "idle"
+    CLAIMED = "claimed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim found, and the copies to carry out, in order, before the next forward."""
+
+    frontier: Frontier
+    copies: tuple[BlockCopy, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Blocks that each pool gave for one step; given back once, by `revert`, or in part by `commit`."""
+
+    handle: CacheHandle
+    taken: tuple[int, ...]
+    open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class CacheHandle:
+    """One request's hold on the pools it uses. Pools are named "target", "draft", or as their spec says."""
+
+    request_id: str
+    tokens: TokenBuffer
+    holdings: dict[str, Holding]
+    status: HandleStatus = HandleStatus.IDLE
+    reservation: Reservation | None = None
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pools that this request uses, the target first."""
+        return tuple(self.holdings)
+
+    def cursor(self, pool: str) -> int:
+        """Positions whose KV is computed and valid. KeyError if the request doesn't use the pool."""
+        return self.holdings[pool].cursor
+
+    def held(self, pool: str) -> int:
+        """Positions below this one lie in shared blocks: when computed again, their KV must go to the trash block."""
+        return self.holdings[pool].held
+
+    def block_table(self, pool: str) -> Sequence[int]:
+        """Block ids by position // block_size. Valid until the next operation on the cache: read it anew each step."""
+        return self.holdings[pool].table
+
+
+class PairedCache:
+    """`extra` pools join every transaction. A pool's KV belongs to its spec's model and dtype; a draft's also to the
+    target's, from which it is computed. `policy` makes the eviction order of each pool. Without `reports` no block is
+    ever hashed, and `changes` is always empty."""
+
+    def __init__(
+        self,
+        target: PoolSpec,
+        draft: PoolSpec | None = None,
+        coupling: Coupling = Coupling.NONE,
+        *,
+        extra: Sequence[PoolSpec] = (),
+        policy: Callable[[], EvictionPolicy[Run]] = LeastRecentlyUsed,
+        reports: bool = True,
+    ) -> None:
+        """Raises ValueError for pools that can't be paired."""
+        specs = [target, *([draft] if draft is not None else []), *extra]
+        _check_specs(specs, draft, coupling)
+        self.coupling = coupling
+        self._reports = reports
+        self._ledger = FrontierLedger(limit=4 * sum(spec.num_blocks for spec in specs))
+        listeners = {TARGET: self._ledger.target, DRAFT: self._ledger.draft}
+        self.pools: dict[str, BlockPool] = {
+            spec.name: BlockPool(spec, target.block_size, policy(), listeners.get(spec.name)) for spec in specs
+        }
+        self._handles: dict[int, CacheHandle] = {}
+
+    def scope(self, pool: str, *, tenant_salt: bytes = b"", lora: str | None = None) -> ReuseScope:
+        """Within which blocks of the pool are shared. The target's is the one that raw block keys are made with."""
+        spec, target = self.pools[pool].spec, self.pools[TARGET].spec
+        model = spec.model if pool == TARGET else repr((target.model, spec.model))
+        return ReuseScope(model, pool, spec.span, spec.kv_dtype, spec.block_size, lora, tenant_salt)
+
+    # ------------------------------------------------------------ opening and claiming
+
+    def open(
+        self,
+        request_id: str,
+        tokens: Iterable[int],
+        *,
+        tenant_salt: bytes = b"",
+        lora: str | None = None,
+        use_draft: bool = True,
+        reuse: bool = True,
+        weight: float = 1.0,
+    ) -> CacheHandle:
+        """A handle that holds nothing yet. Without `use_draft` it never takes anything from the draft pool or hashes
+        its keys; without `reuse` it neither claims nor publishes. `weight` is for eviction by priority."""
+        buffer = TokenBuffer(tokens)
+        names = [name for name in self.pools if use_draft or name != DRAFT]
+        streams = {name: KeyStream(self.scope(name, tenant_salt=tenant_salt, lora=lora), buffer) for name in names}
+        raw = streams[TARGET] if self._reports else None
+        holdings = {name: Holding(self.pools[name], streams[name], raw, reuse, weight) for name in names}
+        handle = CacheHandle(request_id, buffer, holdings)
+        self._handles[id(handle)] = handle
+        return handle
+
+    def probe(self, handle: CacheHandle) -> Frontier:
+        """What a claim would find now. Changes nothing."""
+        return self._frontier(handle, [holding.depth() for holding in handle.holdings.values()])
+
+    def claim(self, handle: CacheHandle) -> Claim:
+        """Takes what is published of the handle's tokens and sets the cursors behind it, perhaps at 0.
+
+        The last known token is never covered: its logits are needed. Copy-on-write pages are allocated before
+        anything is pinned; if that, or an eviction it causes, leaves less than was found, all pools are claimed again
+        at what is left."""
+        if handle.status is not HandleStatus.IDLE:
+            raise ValueError(f"request {handle.request_id} is {handle.status}; only an idle handle can claim")
+        holdings = list(handle.holdings.values())
+        wanted = self._limits(handle, [holding.depth() for holding in holdings])
+        copies: tuple[BlockCopy, ...] = ()
+        for _ in range(1 + RECLAIMS):
+            copies = self._take(holdings, wanted)
+            got = [holding.cursor for holding in holdings]
+            if got == wanted:
+                break
+            copies = ()
+            for holding in holdings:
+                holding.release()
+            wanted = self._limits(handle, got)
+        handle.status = HandleStatus.CLAIMED
+        return Claim(self._frontier(handle, [holding.found for holding in holdings]), copies)
+
+    @staticmethod
+    def _take(holdings: Sequence[Holding], depths: Sequence[int]) -> tuple[BlockCopy, ...]:
+        for holding, depth in zip(holdings, depths, strict=True):
+            holding.prepare(depth)
+        # The target last: it is the one whose depth the others bound.
+        taken = [holding.take(depth) for holding, depth in zip(reversed(holdings), reversed(depths), strict=True)]
+        return tuple(copy for copy in taken if copy is not None)
+
+    def _limits(self, handle: CacheHandle, depths: Sequence[int]) -> list[int]:
+        """How far each pool may start, given what each holds."""
+        most = max(0, handle.tokens.n_tokens - 1)
+        if self.coupling is not Coupling.INDEPENDENT:
+            most = min(most, *depths)
+        return [min(depth, most) for depth in depths]
+
+    def _frontier(self, handle: CacheHandle, depths: Sequence[int]) -> Frontier:
+        found = dict(zip(handle.holdings, depths, strict=True))
+        most = max(0, handle.tokens.n_tokens - 1)
+        return Frontier(
+            target=min(found[TARGET], most),
+            draft=min(found[DRAFT], most) if DRAFT in found else None,
+            joint=min(most, *depths),
+        )
+
+    # ------------------------------------------------------------ growing
+
+    def append(self, handle: CacheHandle, tokens: Iterable[int]) -> None:
+        """Adds tokens that are now known (sampled, or drafted and accepted)."""
+        handle.tokens.extend(tokens)
+
+    def reserve(
+        self, handle: CacheHandle, target_tokens: int, draft_tokens: int = 0, extra_tokens: Sequence[int] = ()
+    ) -> Reservation | None:
+        """Makes room for so many positions beyond each pool's cursor; None, and nothing happens, if any pool lacks it.
+
+        `extra_tokens` are for the extra pools, in their order.
+        """
+        if handle.status is not HandleStatus.CLAIMED or handle.reservation is not None:
+            raise ValueError(
+                f"request {handle.request_id} must be claimed, and its last reservation closed, to reserve"
+            )
+        holdings = list(handle.holdings.values())
+        widths = self._widths(handle, target_tokens, draft_tokens, extra_tokens)
+        taken = [holding.missing(holding.cursor + width) for holding, width in zip(holdings, widths, strict=True)]
+        if any(blocks > holding.pool.available for holding, blocks in zip(holdings, taken, strict=True)):
+            return None
+        for done, (holding, blocks) in enumerate(zip(holdings, taken, strict=True)):
+            if not holding.grow(blocks):
+                for grown, given in zip(holdings[:done], taken, strict=False):
+                    grown.shrink(given)
+                return None
+        for holding, blocks in zip(holdings, taken, strict=True):
+            holding.pool.reserved += blocks
+        handle.reservation = Reservation(handle, tuple(taken))
+        return handle.reservation
+
+    def commit(
+        self, handle: CacheHandle, target_computed: int, draft_computed: int = 0, extra_computed: Sequence[int] = ()
+    ) -> None:
+        """The forward ran: so many positions beyond each cursor have valid KV, whose tokens are known (`append` first).
+
+        Advances the cursors, publishes what is complete, and gives back reserved blocks that nothing committed lies in.
+        """
+        self._close(handle)
+        widths = self._widths(handle, target_computed, draft_computed, extra_computed)
+        for holding, width in zip(handle.holdings.values(), widths, strict=True):
+            holding.advance(width)
+            holding.shrink(len(holding.table))
+
+    def revert(self, reservation: Reservation) -> None:
+        """The step was not run: gives back exactly what was reserved. A second time, or after a commit, does
+        nothing."""
+        if not reservation.open:
+            return
+        self._close(reservation.handle)
+        for holding, blocks in zip(reservation.handle.holdings.values(), reservation.taken, strict=True):
+            holding.shrink(blocks)
+
+    def _close(self, handle: CacheHandle) -> None:
+        reservation, handle.reservation = handle.reservation, None
+        if reservation is not None:
+            reservation.open = False
+            for holding, blocks in zip(handle.holdings.values(), reservation.taken, strict=True):
+                holding.pool.reserved -= blocks
+
+    @staticmethod
+    def _widths(handle: CacheHandle, target: int, draft: int, extra: Sequence[int]) -> list[int]:
+        return [target, *([draft] if DRAFT in handle.holdings else []), *extra]
+
+    # ------------------------------------------------------------ letting go
+
+    def suspend(self, handle: CacheHandle) -> None:
+        """Gives everything back, in all pools; published blocks stay cached. The handle can claim again."""
+        if handle.status is HandleStatus.CLAIMED:
+            self._close(handle)
+            for holding in handle.holdings.values():
+                holding.release()
+            handle.status = HandleStatus.IDLE
+
+    def free(self, handle: CacheHandle, publish_tail: bool = True) -> None:
+        """Ends the handle: publishes its partial last blocks if asked, and gives everything back. Idempotent."""
+        if publish_tail and handle.status is HandleStatus.CLAIMED:
+            for holding in handle.holdings.values():
+                holding.publish_tail()
+        self.suspend(handle)
+        handle.status = HandleStatus.CLOSED
+        self._handles.pop(id(handle), None)
+
+    # ------------------------------------------------------------ looking from outside
+
+    def meters(self) -> dict[str, PoolMeters]:
+        """Blocks by state, for each pool."""
+        return {name: pool.meters() for name, pool in self.pools.items()}
+
+    def changes(self) -> FrontierChanges:
+        """What was published and evicted since the last call, by raw block key."""
+        return self._ledger.changes([pool.tree for pool in self.pools.values()])
+
+    def snapshot(self) -> FrontierChanges:
+        """All that is published, by raw block key."""
+        return self._ledger.everything([pool.tree for pool in self.pools.values()])
+
+    def check(self) -> None:
+        """Raises RuntimeError if an invariant is broken. For tests and audits: the cost is that of looking at
+        everything."""
+        for name, pool in self.pools.items():
+            mine = [handle.holdings[name] for handle in self._handles.values() if name in handle.holdings]
+            pool.check([block for holding in mine for block in holding.table[holding.published :]])
+            _check_users(pool, mine)
+        for handle in self._handles.values():
+            _check_handle(handle)
+
+
+def split_budget(
+    total_bytes: int, bytes_per_token: Sequence[int], block_sizes: Sequence[int], spare_blocks: int = 1
+) -> list[int]:
+    """Blocks for each pool out of the one byte budget of them all, so that all hold about as many positions.
+
+    Each pool is also charged for `spare_blocks`, such as the trash block, which are not among those returned.
+    Raises ValueError if the budget isn't enough for one block in each pool.
+    """
+    spare = sum(width * size * spare_blocks for width, size in zip(bytes_per_token, block_sizes, strict=True))
+    positions = (total_bytes - spare) // sum(bytes_per_token)
+    blocks = [positions // size for size in block_sizes]
+    if min(blocks) < 1:
+        needed = spare + max(block_sizes) * sum(bytes_per_token)
+        raise ValueError(f"KV budget is {total_bytes} bytes, but must be at least {needed}, one block in each pool")
+    return blocks
+
+
+def _check_specs(specs: Sequence[PoolSpec], draft: PoolSpec | None, coupling: Coupling) -> None:
+    names = [spec.name for spec in specs]
+    if names[0] != TARGET or (draft is not None and draft.name != DRAFT) or len(set(names)) < len(names):
+        raise ValueError(f"pools are named {names}, but must be named 'target', then 'draft', then apart from these")
+    if specs[0].span:
+        raise ValueError(f"span of the target pool is {specs[0].span}, but must be 0: its KV depends on no later token")
+    if (draft is None) != (coupling is Coupling.NONE):
+        raise ValueError(f"coupling is {coupling}, but must be none exactly if there is no draft pool")
+
+
+def _check_users(pool: BlockPool, holdings: Sequence[Holding]) -> None:
+    expected: Counter[int] = Counter()
+    for holding in holdings:
+        run = holding.leaf
+        while run is not None:
+            expected[id(run)] += 1
+            run = run.parent
+    if any(run.users != expected[id(run)] for run in pool.tree.runs()):
+        raise RuntimeError(f"pool {pool.spec.name!r}: a run's users aren't the requests that hold it")
+
+
+def _check_handle(handle: CacheHandle) -> None:
+    for name, holding in handle.holdings.items():
+        shared = [] if holding.leaf is None else holding.pool.tree.path(holding.leaf)[0]
+        if shared != holding.table[: holding.published]:
+            problem = "a block table disagrees with the tree"
+        elif holding.cursor > min(holding.capacity, holding.stream.n_units):
+            problem = "a cursor is ahead of what is computed or known"
+        elif handle.status is not HandleStatus.CLAIMED and holding.table:
+            problem = f"it is {handle.status} but holds blocks"
+        else:
+            continue
+        raise RuntimeError(f"request {handle.request_id}, pool {name!r}: {problem}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.speculation.lookahead import SpeculationMethod
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -17,7 +18,7 @@ class EngineConfig:
 
     model: Path
     draft: Path | None = None
-    method: str = "none"
+    method: SpeculationMethod = SpeculationMethod.NONE
     num_speculative_tokens: int = 3
     dtype: str = "auto"
     block_size: int = 16
@@ -33,3 +34,7 @@ class EngineConfig:
     ngram_min: int = 2
     ngram_max: int = 4
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        # A plain string, as configurations hold it, is accepted too.
+        object.__setattr__(self, "method", SpeculationMethod(self.method))

@@ -50,6 +50,8 @@ def load_target(path: Path, dtype: str = "auto", device: torch.device | None = N
     device = device or torch.device("cpu")
     identity = fingerprint(read_config(path), weight_files(path))
     model = _load(path, resolve_dtype(dtype, device), device)
+    if device.type == "cpu":
+        lay_out_for_small_batches(model)
     return describe(model, identity, generation_eos(path))
 
 
@@ -162,6 +164,17 @@ def _load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrai
             f"{path} lacks {len(lacking)} weights of its architecture ({', '.join(lacking[:3])}): fetch or convert it again."
         )
     return model.to(device).eval().requires_grad_(False)
+
+
+def lay_out_for_small_batches(model: PreTrainedModel) -> None:
+    """Store the weights of linear layers column by column; their values and shapes stay.
+
+    A product of a few rows with a matrix is bound by how the matrix is walked: MKL takes 1.3 to 2.3 times as long for 8 rows
+    when it is stored as checkpoints store it.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def generation_eos(path: Path) -> tuple[int, ...]:

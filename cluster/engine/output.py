@@ -32,13 +32,14 @@ class Taken:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request's output. `detokenizer` is None where the model folder has no tokenizer: no text then."""
+    """State of one request's output. `tokens` are prompt and output. Without a tokenizer (`detokenizer` is None) there is
+    no text."""
 
     request: Request
     detokenizer: IncrementalDetokenizer | None
     eos_ids: frozenset[int]
-    max_tokens: int
     matcher: StopMatcher = field(init=False)
+    tokens: list[int] = field(init=False)
     seed: int = field(init=False)
     count: int = 0
     decode_steps: int = 0
@@ -51,6 +52,7 @@ class RequestOutput:
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.matcher = StopMatcher(sampling.stop)
+        self.tokens = list(self.request.prompt)
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], drafted: int) -> Taken:
@@ -62,6 +64,7 @@ class RequestOutput:
         for token in tokens:
             taken += 1
             self.count += 1
+            self.tokens.append(token)
             finish = self._accept(token, pieces)
             if finish is not None:
                 break
@@ -87,7 +90,7 @@ class RequestOutput:
             return FinishReason.STOP
         if self._emit(token, pieces, may_stop):
             return FinishReason.STOP
-        if self.count >= self.max_tokens:
+        if self.count >= sampling.max_tokens:
             pieces.append(self._flush())
             return FinishReason.LENGTH
         return None

@@ -1,0 +1,157 @@
+"""The tensor side of a step: copies, target forward, sampling and verification, drafting.
+
+Owns the order in which these happen and nothing that outlives the step: what the outcome means for caches and requests is
+decided by the engine. A step that raises has changed KV only in blocks that its own rows hold. Called by `Engine.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cluster.core.batch_plan import RowPlan, StepPlan
+from cluster.core.paired_cache import Coupling
+from cluster.engine.batch import PackedBatch, PagedRow, pack
+from cluster.engine.kv_tensors import KvTensors
+from cluster.engine.output import RequestOutput, Taken
+from cluster.engine.runner import PagedModel
+from cluster.engine.sampler import Sampler, SampleRow, TokenLogprobs
+from cluster.speculation.protocol import Drafter, DraftTask
+from cluster.speculation.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """What a row came to. `taken` is None for a chunk of a prompt, and for a row whose logits were not finite (`failed`)."""
+
+    row: RowPlan
+    taken: Taken | None = None
+    accepted: int = 0
+    failed: bool = False
+    draft_computed: int = 0
+    next_drafts: tuple[int, ...] = ()
+
+
+class StepRunner:
+    """Runs plans on the target and the drafter. `draft_kv` is None without a draft pool."""
+
+    def __init__(
+        self, target: PagedModel, sampler: Sampler, drafter: Drafter | None, draft_kv: KvTensors | None
+    ) -> None:
+        self._target = target
+        self._sampler = sampler
+        self._drafter = drafter
+        self._kv = {"target": target.kv} if draft_kv is None else {"target": target.kv, "draft": draft_kv}
+
+    def run(self, plan: StepPlan, outputs: Mapping[str, RequestOutput]) -> list[RowOutcome]:
+        """Carry out `plan`; one outcome per row, in order. `outputs` of rows that yield tokens advance."""
+        for copy in plan.copies:
+            self._kv[copy.pool].copy_block(copy.src, copy.dst, copy.units)
+        batch = pack([_target_row(row) for row in plan.rows], self._target.kv)
+        hidden_layers = self._drafter.hidden_layers if self._drafter else ()
+        forward = self._target.forward(batch, _logits_index(plan.rows, batch), hidden_layers)
+        outcomes = self._verify(plan.rows, forward.logits, outputs)
+        return self._draft(outcomes, batch, forward.hidden, outputs)
+
+    def _verify(
+        self, rows: Sequence[RowPlan], logits: Tensor, outputs: Mapping[str, RequestOutput]
+    ) -> list[RowOutcome]:
+        asked = [
+            _sample_row(row, outputs[row.request.request_id], drafted)
+            for row in rows
+            if row.needs_logits
+            for drafted in range(row.num_drafts + 1)
+        ]
+        result = self._sampler.sample(logits, asked)
+        outcomes, at = [], 0
+        for row in rows:
+            if not row.needs_logits:
+                outcomes.append(RowOutcome(row))
+                continue
+            end = at + row.num_drafts + 1
+            outcomes.append(_judge(row, result.tokens[at:end], result.logprobs[at:end], outputs[row.request.request_id]))
+            at = end
+        return outcomes
+
+    def _draft(
+        self, outcomes: list[RowOutcome], batch: PackedBatch, hidden: Tensor | None, outputs: Mapping[str, RequestOutput]
+    ) -> list[RowOutcome]:
+        """Write the draft's KV for what is known now and propose the drafts of the next step."""
+        if self._drafter is None:
+            return outcomes
+        tasks = [
+            self._task(outcome, extent.offset, hidden, outputs[outcome.row.request.request_id])
+            for outcome, extent in zip(outcomes, batch.rows, strict=True)
+        ]
+        proposals = iter(self._drafter.propose([task for task in tasks if task is not None]))
+        return [
+            outcome
+            if task is None
+            else replace(outcome, draft_computed=task.end - task.start, next_drafts=next(proposals))
+            for outcome, task in zip(outcomes, tasks, strict=True)
+        ]
+
+    def _task(self, outcome: RowOutcome, offset: int, hidden: Tensor | None, output: RequestOutput) -> DraftTask | None:
+        """What the drafter is to do for a row; None where drafting has no part in it."""
+        row, taken = outcome.row, outcome.taken
+        if outcome.failed or not row.request.speculate:
+            return None
+        start = row.draft_start or 0  # without a draft pool there is nothing to write: [0, 0)
+        end = row.draft_end(len(taken.tokens) if taken else 0)
+        k = row.drafts_after(len(taken.tokens)) if taken and taken.finish is None else 0
+        if end <= start and not k:
+            return None
+        first = offset + start - row.start
+        return DraftTask(
+            request_id=row.request.request_id,
+            tokens=output.tokens,
+            start=start,
+            end=end,
+            k=k,
+            params=row.request.sampling,
+            seed=output.seed,
+            num_prompt=len(row.request.prompt),
+            block_table=() if row.draft_start is None else row.request.handle.block_table("draft"),
+            held=0 if row.draft_start is None else row.request.handle.held("draft"),
+            hidden=None if hidden is None else hidden[first : first + end - start],
+        )
+
+
+def _target_row(row: RowPlan) -> PagedRow:
+    handle = row.request.handle
+    return PagedRow(row.tokens, row.start, handle.block_table("target"), handle.held("target"))
+
+
+def _logits_index(rows: Sequence[RowPlan], batch: PackedBatch) -> Tensor:
+    """Of each row that needs logits: its last known token and its drafts."""
+    index = [
+        extent.offset + i
+        for row, extent in zip(rows, batch.rows, strict=True)
+        if row.needs_logits
+        for i in range(row.num_known - 1, extent.length)
+    ]
+    return torch.tensor(index, dtype=torch.long, device=batch.slots.device)
+
+
+def _sample_row(row: RowPlan, output: RequestOutput, drafted: int) -> SampleRow:
+    request = row.request
+    drafts = row.tokens[row.num_known : row.num_known + drafted]
+    position = request.num_known + drafted
+    return SampleRow(request.sampling, output.seed, position, request.prompt, request.output, drafts)
+
+
+def _judge(
+    row: RowPlan,
+    sampled: Sequence[int | None],
+    logprobs: Sequence[TokenLogprobs | None],
+    output: RequestOutput,
+) -> RowOutcome:
+    """Accept the drafts that are what the target sampled, and let the output decide how far they count."""
+    if any(token is None for token in sampled):
+        return RowOutcome(row, failed=True)
+    verdict = verify(row.tokens[row.num_known :], [token for token in sampled if token is not None])
+    taken = output.take(verdict.tokens, logprobs, row.num_drafts)
+    return RowOutcome(row, taken, min(verdict.accepted, len(taken.tokens)))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.handle import Coupling
 from cluster.core.holding import BlockCopy
-from cluster.core.paired_cache import Coupling
 from cluster.core.request import Request
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.eviction import EvictionPolicy
-from cluster.core.prefix_tree import PrefixTree, Run, TreeListener
+from cluster.core.prefix_tree import PrefixTree, TreeListener
+from cluster.core.runs import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,3 @@ class BlockPool:
     def meters(self) -> PoolMeters:
         free, cached, total = len(self._free), self.tree.cached, self.spec.num_blocks
         return PoolMeters(total, free, cached, total - free - cached, self.reserved)
-
-    def check(self, private: Sequence[int]) -> None:
-        """Raises RuntimeError unless free, published and `private` blocks together are all blocks, each once."""
-        self.tree.check()
-        published = [block for run in self.tree.runs() for block in run.blocks]
-        if sorted([*self._free, *published, *private]) != list(range(self.spec.num_blocks)):
-            raise RuntimeError(f"pool {self.spec.name!r}: a block is lost or held twice")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cluster.core.block_pool import BlockPool
 from cluster.core.keys import KeyStream
-from cluster.core.prefix_tree import NOTHING, Match, Run
+from cluster.core.runs import NOTHING, Match, Run
 
 
 @dataclass(frozen=True, slots=True)

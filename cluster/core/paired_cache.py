@@ -13,18 +13,17 @@ computed KV, nor of what known tokens determine; all holdings of a handle have o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from cluster.core.block_pool import BlockPool, PoolMeters, PoolSpec
 from cluster.core.eviction import EvictionPolicy, LeastRecentlyUsed
 from cluster.core.frontier import Frontier
+from cluster.core.handle import CacheHandle, Claim, Coupling, HandleStatus, Reservation
 from cluster.core.holding import BlockCopy, Holding
+from cluster.core.invariants import check_pools
 from cluster.core.keys import KeyStream, ReuseScope, TokenBuffer
 from cluster.core.ledger import FrontierChanges, FrontierLedger
-from cluster.core.prefix_tree import Run
+from cluster.core.runs import Run
 
 __all__ = [
     "BlockCopy",
@@ -43,71 +42,6 @@ TARGET, DRAFT = "target", "draft"
 
 RECLAIMS = 2
 """How often a claim is tried again at a smaller depth, before it settles for nothing."""
-
-
-class Coupling(StrEnum):
-    """How the cursors of a request's pools are tied.
-
-    NONE: there is no draft pool. JOINT: the draft reads the target's hidden states, so both start at the smaller depth.
-    INDEPENDENT: the draft computes from tokens alone, and each pool starts at its own depth.
-    """
-
-    NONE = "none"
-    JOINT = "joint"
-    INDEPENDENT = "independent"
-
-
-class HandleStatus(StrEnum):
-    """IDLE holds no block, CLAIMED may hold some, CLOSED never will again."""
-
-    IDLE = "idle"
-    CLAIMED = "claimed"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a claim found, and the copies to carry out, in order, before the next forward."""
-
-    frontier: Frontier
-    copies: tuple[BlockCopy, ...]
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Blocks that each pool gave for one step; given back once, by `revert`, or in part by `commit`."""
-
-    handle: CacheHandle
-    taken: tuple[int, ...]
-    open: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class CacheHandle:
-    """One request's hold on the pools it uses. Pools are named "target", "draft", or as their spec says."""
-
-    request_id: str
-    tokens: TokenBuffer
-    holdings: dict[str, Holding]
-    status: HandleStatus = HandleStatus.IDLE
-    reservation: Reservation | None = None
-
-    @property
-    def pools(self) -> tuple[str, ...]:
-        """The pools that this request uses, the target first."""
-        return tuple(self.holdings)
-
-    def cursor(self, pool: str) -> int:
-        """Positions whose KV is computed and valid. KeyError if the request doesn't use the pool."""
-        return self.holdings[pool].cursor
-
-    def held(self, pool: str) -> int:
-        """Positions below this one lie in shared blocks: when computed again, their KV must go to the trash block."""
-        return self.holdings[pool].held
-
-    def block_table(self, pool: str) -> Sequence[int]:
-        """Block ids by position // block_size. Valid until the next operation on the cache: read it anew each step."""
-        return self.holdings[pool].table
 
 
 class PairedCache:
@@ -317,14 +251,8 @@ class PairedCache:
         return self._ledger.everything([pool.tree for pool in self.pools.values()])
 
     def check(self) -> None:
-        """Raises RuntimeError if an invariant is broken. For tests and audits: the cost is that of looking at
-        everything."""
-        for name, pool in self.pools.items():
-            mine = [handle.holdings[name] for handle in self._handles.values() if name in handle.holdings]
-            pool.check([block for holding in mine for block in holding.table[holding.published :]])
-            _check_users(pool, mine)
-        for handle in self._handles.values():
-            _check_handle(handle)
+        """Raises RuntimeError if an invariant is broken. For tests and audits: the cost is that of looking at all."""
+        check_pools(self.pools, tuple(self._handles.values()))
 
 
 def split_budget(
@@ -352,28 +280,3 @@ def _check_specs(specs: Sequence[PoolSpec], draft: PoolSpec | None, coupling: Co
         raise ValueError(f"span of the target pool is {specs[0].span}, but must be 0: its KV depends on no later token")
     if (draft is None) != (coupling is Coupling.NONE):
         raise ValueError(f"coupling is {coupling}, but must be none exactly if there is no draft pool")
-
-
-def _check_users(pool: BlockPool, holdings: Sequence[Holding]) -> None:
-    expected: Counter[int] = Counter()
-    for holding in holdings:
-        run = holding.leaf
-        while run is not None:
-            expected[id(run)] += 1
-            run = run.parent
-    if any(run.users != expected[id(run)] for run in pool.tree.runs()):
-        raise RuntimeError(f"pool {pool.spec.name!r}: a run's users aren't the requests that hold it")
-
-
-def _check_handle(handle: CacheHandle) -> None:
-    for name, holding in handle.holdings.items():
-        shared = [] if holding.leaf is None else holding.pool.tree.path(holding.leaf)[0]
-        if shared != holding.table[: holding.published]:
-            problem = "a block table disagrees with the tree"
-        elif holding.cursor > min(holding.capacity, holding.stream.n_units):
-            problem = "a cursor is ahead of what is computed or known"
-        elif handle.status is not HandleStatus.CLAIMED and holding.table:
-            problem = f"it is {handle.status} but holds blocks"
-        else:
-            continue
-        raise RuntimeError(f"request {handle.request_id}, pool {name!r}: {problem}")

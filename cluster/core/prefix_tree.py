@@ -1,10 +1,9 @@
 """The published blocks of one pool, as a tree over exact units.
 
-A run is a stretch of consecutive blocks that were published together and aren't forked inside; the tree is made of
-runs, so a prompt of 2,000 blocks is matched, claimed and released in a handful of steps. Under each root (one per
-reuse scope and leading window) runs are found by comparing units, byte for byte: there is no hash that could collide.
-A block's sha256 key is only its name in reports. A partial tail is a run of one block with fewer units; it is only
-ever copied from.
+The tree is made of runs (`runs.py`), so a prompt of 2,000 blocks is matched, claimed and released in a handful of
+steps. Under each root (one per reuse scope and leading window) runs are found by comparing units, byte for byte: there
+is no hash that could collide. A block's sha256 key is only its name in reports. A partial tail is a run of one block
+with fewer units; it is only ever copied from.
 
     root ── [b0 b1 b2 b3] ─┬─ [b4 b5]          heads of siblings are sorted, and none is a prefix of another,
                            └─ [b6 b7 b8] ── [tail]      so the closest partial match is always a neighbour
@@ -18,55 +17,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from operator import attrgetter
 
 from cluster.core.eviction import EvictionPolicy, LeastRecentlyUsed
 from cluster.core.keys import WORD, KeyStream
-
-
-class Run:
-    """A stretch of published blocks: `units` are their packed words, `names` the raw block keys that they complete.
-
-    `start` is the index of the first block in the sequence; `users` the number of holdings whose path goes through
-    here. The root of a scope is a run without blocks."""
-
-    __slots__ = ("blocks", "children", "head", "names", "parent", "root", "score", "start", "units", "users")
-
-    def __init__(self, parent: Run | None, root: bytes, start: int, width: int, units: bytearray) -> None:
-        self.parent = parent
-        self.root = root
-        self.start = start
-        self.head = bytes(units[:width])
-        self.units = units
-        self.blocks: list[int] = []
-        self.names: list[bytes] = []
-        self.children: list[Run] = []
-        self.users = 0
-        self.score = 0.0
-
-
-_HEAD = attrgetter("head")
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How far a stream is published: `blocks` full blocks, the last `inside` of them in `run`, then `partial` units
-    of block `source`, which can be copied."""
-
-    run: Run | None
-    inside: int
-    blocks: int
-    source: int | None
-    partial: int
-
-    def depth(self, block_size: int) -> int:
-        """Units matched."""
-        return self.blocks * block_size + self.partial
-
-
-NOTHING = Match(None, 0, 0, None, 0)
+from cluster.core.runs import HEAD, NOTHING, Match, Run, closest, common_blocks, match_below, name_before
 
 
 class TreeListener:
@@ -110,24 +64,11 @@ class PrefixTree:
         """The longest published prefix of the stream, in units. Changes nothing, recency included."""
         root = stream.root
         run = None if root is None else self.roots.get(root)
-        if run is None:
-            return NOTHING
-        packed, at, width, blocks = stream.buffer.packed, stream.offset, self._width, 0
-        while True:
-            child, common = _closest(run, bytes(packed[at : at + width]))
-            if child is None or common < width:
-                partial = common // WORD
-                return Match(run, len(run.blocks), blocks, child.blocks[0] if child and partial else None, partial)
-            if not packed.startswith(child.units, at):
-                break
-            run = child
-            at += len(child.units)
-            blocks += len(child.blocks)
-        inside = _common_blocks(child.units, packed, at, width)
-        block = child.units[inside * width : (inside + 1) * width]
-        at += inside * width
-        partial = _common_prefix(block, packed[at : at + width]) // WORD
-        return Match(child, inside, blocks + inside, child.blocks[inside] if partial else None, partial)
+        return NOTHING if run is None else match_below(run, stream)
+
+    def evictable(self, run: Run) -> bool:
+        """Whether the run counts as unused. For checks."""
+        return run in self._policy
 
     def runs(self) -> Iterator[Run]:
         """All runs, parents before children."""
@@ -141,7 +82,7 @@ class PrefixTree:
         """What is held, as reports name it: chains of raw block keys, their parent, and the index of the first."""
         for run in self.runs():
             if run.names:
-                yield run.names, _name_before(run, 0), self._name_index(run.start)
+                yield run.names, name_before(run, 0), self._name_index(run.start)
 
     # ------------------------------------------------------------ using
 
@@ -195,13 +136,13 @@ class PrefixTree:
         kept: list[int] = []
         while len(kept) < len(blocks):
             done = len(kept)
-            child, common = _closest(leaf, bytes(units[done * width : (done + 1) * width]))
+            child, common = closest(leaf, bytes(units[done * width : (done + 1) * width]))
             if child is None or common < width:
                 if child is not None and common == len(child.head):
                     self._cut(child, 0)
                 leaf = self._grow(leaf, units[done * width :], blocks[done:], raw)
                 return leaf, kept + list(blocks[done:])
-            same = _common_blocks(child.units, units, done * width, width)
+            same = common_blocks(child.units, units, done * width, width)
             leaf = self._split(child, same) if same < len(child.blocks) else child
             self._use(leaf)
             kept += leaf.blocks
@@ -212,11 +153,11 @@ class PrefixTree:
 
         False if the tree holds these units already; the block stays the caller's then.
         """
-        closest, common = _closest(leaf, bytes(units))
-        if closest is not None and common == len(units):
+        sibling, common = closest(leaf, bytes(units))
+        if sibling is not None and common == len(units):
             return False
-        if closest is not None and common == len(closest.head):
-            self._cut(closest, 0)
+        if sibling is not None and common == len(sibling.head):
+            self._cut(sibling, 0)
         tail = self._insert(leaf, units, [block])
         tail.score = self._policy.score(weight)
         self.cached += 1
@@ -275,7 +216,7 @@ class PrefixTree:
     def _insert(self, parent: Run, units: bytearray, blocks: list[int]) -> Run:
         run = Run(parent, parent.root, parent.start + len(parent.blocks), self._width, units)
         run.blocks = blocks
-        insort(parent.children, run, key=_HEAD)
+        insort(parent.children, run, key=HEAD)
         return run
 
     def _split(self, run: Run, at: int) -> Run:
@@ -283,7 +224,7 @@ class PrefixTree:
         parent, width = run.parent, self._width
         upper = Run(parent, run.root, run.start, width, run.units[: at * width])
         siblings = parent.children if parent is not None else []
-        siblings[bisect_left(siblings, run.head, key=_HEAD)] = upper
+        siblings[bisect_left(siblings, run.head, key=HEAD)] = upper
         named = self._name_index(run.start + at) - self._name_index(run.start)
         upper.blocks, run.blocks = run.blocks[:at], run.blocks[at:]
         upper.names, run.names = run.names[:named], run.names[named:]
@@ -294,12 +235,11 @@ class PrefixTree:
         return upper
 
     def _cut(self, run: Run, keep: int) -> None:
-        """Gives up all but the first `keep` blocks of an unused run without children, and the run itself if none is
-        kept."""
+        """Gives up all but the first `keep` blocks of an unused run without children, or the run if that is 0."""
         named = self._name_index(run.start + keep) - self._name_index(run.start)
         cut, names = run.blocks[keep:], run.names[named:]
         if names:
-            self._listener.removed(names, _name_before(run, named), self._name_index(run.start + keep))
+            self._listener.removed(names, name_before(run, named), self._name_index(run.start + keep))
         self.cached -= len(cut)
         self.free += cut
         if keep:
@@ -313,80 +253,8 @@ class PrefixTree:
             del self.roots[run.root]
         else:
             siblings = run.parent.children
-            del siblings[bisect_left(siblings, run.head, key=_HEAD)]
+            del siblings[bisect_left(siblings, run.head, key=HEAD)]
 
     def _name_index(self, block: int) -> int:
         """Raw blocks that end at or before the start of this pool's block `block`."""
         return block * self.block_size // self._name_size
-
-    # ------------------------------------------------------------ checking
-
-    def check(self) -> None:
-        """Raises RuntimeError if an invariant is broken. For tests and audits: it looks at every run."""
-        cached = used = 0
-        for run in self.runs():
-            cached += 0 if run.users else len(run.blocks)
-            used += len(run.blocks) if run.users else 0
-            problem = self._problem(run)
-            if problem is not None:
-                raise RuntimeError(f"prefix tree: {problem} (run at block {run.start} with {len(run.blocks)} blocks)")
-        if (cached, used) != (self.cached, self.used):
-            raise RuntimeError(f"prefix tree: counts {self.cached} cached, {self.used} used; holds {cached}, {used}")
-
-    def _problem(self, run: Run) -> str | None:
-        heads = [child.head for child in run.children]
-        if any(second.startswith(first) for first, second in pairwise(heads)) or heads != sorted(heads):
-            return "heads of siblings are unsorted, or one is a prefix of another"
-        if sum(child.users for child in run.children) > run.users:
-            return "fewer users than the children have"
-        if (run in self._policy) != (run.users == 0):
-            return "in use and evictable, or neither"
-        if any(child.score > run.score for child in run.children if not run.users):
-            return "a child would outlive its parent"
-        if any(child.parent is not run or child.start != run.start + len(run.blocks) for child in run.children):
-            return "a child doesn't follow on its parent"
-        if run.parent is not None and not run.head:
-            return "no units"
-        return None
-
-
-def _name_before(run: Run, index: int) -> bytes | None:
-    """The raw key that precedes name `index` of a run."""
-    above: Run | None = run
-    while above is not None and not index:
-        above = above.parent
-        index = len(above.names) if above is not None else 0
-    return above.names[index - 1] if above is not None else None
-
-
-def _closest(run: Run, head: bytes) -> tuple[Run | None, int]:
-    """The child that shares the longest prefix with `head`, and the length of that prefix in bytes."""
-    children = run.children
-    at = bisect_left(children, head, key=_HEAD)
-    best, longest = None, 0
-    for child in children[max(0, at - 1) : at + 1]:
-        common = _common_prefix(child.head, head)
-        if common > longest:
-            best, longest = child, common
-    return best, longest
-
-
-def _common_prefix(a: bytes | bytearray, b: bytes | bytearray) -> int:
-    """Number of leading bytes that are equal."""
-    size = min(len(a), len(b))
-    differing = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
-    return ((differing & -differing).bit_length() - 1) // 8 if differing else size
-
-
-def _common_blocks(units: bytearray, packed: bytearray, at: int, width: int) -> int:
-    """Number of leading blocks of `units` that `packed` repeats from byte `at` on; at least the first is known to
-    be."""
-    low, high = 1, len(units) // width
-    with memoryview(units) as view:
-        while low < high:
-            middle = (low + high + 1) // 2
-            if packed.startswith(view[low * width : middle * width], at + low * width):
-                low = middle
-            else:
-                high = middle - 1
-    return low

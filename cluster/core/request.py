@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.core.frontier import Frontier
-from cluster.core.paired_cache import CacheHandle
+from cluster.core.handle import CacheHandle
 from cluster.core.sampling import SamplingParams
 
 

@@ -1,9 +1,9 @@
 """What an EAGLE3 checkpoint's `config.json` says, in one frozen shape whatever its dialect.
 
-Owns: the dialects of `config.json` (speculators, official EAGLE, nvidia/SpecForge) and their two conventions for naming
-target layers. Invariant: `aux_layer_ids` are indices into transformers' `hidden_states` (0 is the embedding's output, i is
-the output of layer i - 1), already translated from the checkpoint's own convention.
-Used by `cluster.speculation.eagle3_model`, by the drafter and by the trainer.
+Owns: the dialects of `config.json` (speculators, official EAGLE, nvidia/SpecForge) and their two conventions for
+naming target layers. Invariant: `aux_layer_ids` are indices into transformers' `hidden_states` (0 is the embedding's
+output, i is the output of layer i - 1), already translated from the checkpoint's own convention. Used by
+`cluster.speculation.eagle3_model`, by the drafter and by the trainer.
 """
 
 from __future__ import annotations

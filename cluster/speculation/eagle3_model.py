@@ -1,11 +1,12 @@
 """The EAGLE3 head: one fused decoder layer that drafts from a target's hidden states.
 
 Owns: the head's arithmetic and its safetensors file. Invariant: module names equal the tensor names of the public
-"speculators" layout, so a state dict is a checkpoint. It holds no KV cache: attention is a function given by the caller, so
-the same code runs paged in `cluster.speculation.eagle3` and causal in `cluster.training.trainer`.
+"speculators" layout, so a state dict is a checkpoint. It holds no KV cache: attention is a function given by the
+caller, so the same code runs paged in `cluster.speculation.eagle3` and causal in `cluster.training.trainer`.
 
-Source: EAGLE-3 (Li et al., 2025) and its `cnets.py`. With t the tokens and H_i the target's concatenated aux states at
-position i, row i is fed E(t_{i+1}) and h_i = fc(H_i); a later draft step is fed the previous step's output in place of h_i.
+Source: EAGLE-3 (Li et al., 2025) and its `cnets.py`. With t the tokens and H_i the target's concatenated aux states
+at position i, row i is fed E(t_{i+1}) and h_i = fc(H_i); a later draft step is fed the previous step's output in
+place of h_i.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cluster.errors import ModelLoadError
 from cluster.speculation.eagle3_config import Eagle3Config
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`attend(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads * d]`, q and k already rotated."""
+"""`attend(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads * d]`; q and k are rotated."""
 
 _WEIGHTS = "model.safetensors"
 _ALIASES = (("model.", ""), ("midlayer.", "layers.0."))
@@ -61,7 +62,7 @@ class Eagle3Head(nn.Module):
         return projected
 
     def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One draft step over T rows: `token_ids` [T], `hidden` [T, H], `positions` [T] -> feedback [T, H] (pre-norm)."""
+        """One draft step: `token_ids` [T], `hidden` [T, H], `positions` [T] -> feedback [T, H] (before the norm)."""
         embedded = embedding(token_ids, self.target_embedding).to(hidden.dtype)
         cos, sin = self.rotary(hidden, positions.unsqueeze(0))
         rotation = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
@@ -84,8 +85,8 @@ class Eagle3Head(nn.Module):
     ) -> Eagle3Head:
         """Loads `folder/config.json` and `folder/model.safetensors` in `dtype`, ready for inference.
 
-        A checkpoint without `embed_tokens.weight` uses `target_embedding` [vocab, H]. `target_layers` is needed only where
-        the config names no aux layers. Raises `ModelLoadError` naming the tensor that is missing or misshapen.
+        A checkpoint without `embed_tokens.weight` uses `target_embedding` [vocab, H]. `target_layers` is needed only
+        where the config names no aux layers. Raises `ModelLoadError` naming the tensor that is missing or misshapen.
         """
         config = Eagle3Config.from_folder(folder, target_layers)
         tensors = _read_weights(folder)

@@ -1,11 +1,11 @@
 """The target's hidden states of all samples, on disk.
 
-Owns: the shards: safetensors files of `SHARD_SAMPLES` samples each, read back memory-mapped, so that training needs little
-memory for any amount of text. Invariant: a shard file is complete (it appears by a rename) and shard i holds samples
-[i * SHARD_SAMPLES, (i + 1) * SHARD_SAMPLES) or, if it is the last, what there was of them.
+Owns: the shards: safetensors files of `SHARD_SAMPLES` samples each, read back memory-mapped, so that training needs
+little memory for any amount of text. Invariant: a shard file is complete (it appears by a rename) and shard i holds
+samples [i * SHARD_SAMPLES, (i + 1) * SHARD_SAMPLES) or, if it is the last, what there was of them.
 
-A shard holds, for its N tokens in S samples: `tokens` [N] int32, `offsets` [S + 1], `prompt_tokens` [S],
-`aux` [N, n_aux * H] (the states that the head reads) and `last` [N, H] (after the final norm: the soft labels are made of it).
+A shard holds, for its N tokens in S samples: `tokens` [N] int32, `offsets` [S + 1], `prompt_tokens` [S], `aux` [N,
+n_aux * H] (the states that the head reads) and `last` [N, H] (after the final norm: the soft labels are made of it).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _holds(path: Path, samples: Sequence[Sample]) -> bool:
     if not path.exists():
         return False
     with safe_open(path, framework="pt") as file:
-        held = file.get_tensor("tokens").tolist()
+        held: list[int] = file.get_tensor("tokens").tolist()
     return held == [token for sample in samples for token in sample.tokens]
 
 

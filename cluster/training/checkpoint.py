@@ -1,8 +1,7 @@
 """A training's state on disk, so that it can stop at any moment and go on.
 
-Owns: the two files of a checkpoint: tensors (weights and the optimizer's moments) in safetensors, counters in the same file's
-metadata. Invariant: the file appears by a rename, so a checkpoint is whole or is the one before. Used by
-`cluster.training.trainer`.
+Owns: the file of a checkpoint: weights and the optimizer's moments in safetensors, counters in its metadata. Invariant:
+the file appears by a rename, so a checkpoint is whole or is the one before. Used by `cluster.training.trainer`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def save_checkpoint(path: Path, head: Eagle3Head, optimizer: Optimizer, state: T
 
 
 def load_checkpoint(path: Path, head: Eagle3Head, optimizer: Optimizer) -> TrainingState:
-    """Restores `head` and `optimizer` and returns how far they are; a fresh `TrainingState` if there is no checkpoint."""
+    """Restores `head` and `optimizer` and returns how far they are; a fresh state if there is no checkpoint."""
     if not path.exists():
         return TrainingState()
     with safe_open(path, framework="pt") as file:

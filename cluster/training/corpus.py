@@ -1,10 +1,10 @@
 """On-policy text: the target's own answers, to given prompts and to prompts that it invents itself.
 
-Owns: where training text comes from when the user brings none. A draft must guess what this target says, so the target's own
-words are the best text there is; and a chat model that is given the opening of a user's turn writes a user's question, so it
-never runs out of new prompts. Answers are greedy: that is what the draft is measured on.
-Invariant: what is done is on disk after every round, and a later call goes on from there. Held-out prompts never enter.
-Called by `cluster.training.train`.
+Owns: where training text comes from when the user brings none. A draft must guess what this target says, so the
+target's own words are the best text there is; and a chat model that is given the opening of a user's turn writes a
+user's question, so it never runs out of new prompts. Answers are greedy: that is what the draft is measured on.
+Invariant: what is done is on disk after every round, and a later call goes on from there. Held-out prompts never
+enter. Called by `cluster.training.train`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from cluster.core.request import FinishReason
 from cluster.core.sampling import SamplingParams
 from cluster.engine.config import EngineConfig
 from cluster.engine.engine import Engine
 from cluster.engine.events import EngineRequest
+from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ConfigError
 from cluster.training.options import TrainDraftOptions
 from cluster.training.samples import Sample, append_samples, chat_ids, read_own_samples, read_prompts
@@ -37,7 +36,7 @@ Progress = Callable[[int], None]
 
 def answer_prompts(
     options: TrainDraftOptions,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     path: Path,
     progress: Progress,
@@ -59,7 +58,7 @@ def answer_prompts(
 
 
 def build_corpus(
-    options: TrainDraftOptions, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[str], progress: Progress
+    options: TrainDraftOptions, tokenizer: Tokenizer, held_out: Sequence[str], progress: Progress
 ) -> list[Sample]:
     """`options.tokens` answer tokens or a little more, kept in the work folder; `progress` is told how many there are.
 
@@ -94,9 +93,9 @@ Answer = Callable[[Sequence[Sequence[int]], SamplingParams], list[tuple[tuple[in
 
 
 def _rounds(
-    options: TrainDraftOptions, tokenizer: PreTrainedTokenizerBase, answer: Answer, known: set[tuple[int, ...]]
+    options: TrainDraftOptions, tokenizer: Tokenizer, answer: Answer, known: set[tuple[int, ...]]
 ) -> Iterator[tuple[list[list[int]], float]]:
-    """Rounds of prompts that were never answered, with the temperature to answer at: given ones first, then invented."""
+    """Rounds of unanswered prompts, with the temperature to answer at: given ones first, then invented ones."""
     given = [chat_ids(tokenizer, prompt) for path in options.prompts for prompt in read_prompts(path)]
     given = [ids for ids in given if len(ids) + 2 <= options.max_len and tuple(ids) not in known]
     for repeat in range(options.answers_per_prompt):
@@ -108,7 +107,7 @@ def _rounds(
         sampling = SamplingParams(max_tokens=_PROMPT_TOKENS, temperature=1.0, top_k=64)
         fresh = []
         for said, finish in answer([opening] * _ROUND, sampling):
-            ids = chat_ids(tokenizer, tokenizer.decode(said, skip_special_tokens=True))
+            ids = chat_ids(tokenizer, tokenizer.decode(said))
             # A turn that did not end is no question, and one of a few tokens is an accident.
             if finish is FinishReason.STOP and len(said) > 3 and tuple(ids) not in known:
                 known.add(tuple(ids))
@@ -118,13 +117,12 @@ def _rounds(
         yield fresh, _GREEDY
 
 
-def _user_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _user_turn(tokenizer: Tokenizer) -> list[int]:
     """Token ids of the chat template up to where the user's words would stand."""
-    rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": _SLOT}], tokenize=False))
-    opening, found, _ = rendered.partition(_SLOT)
+    opening, found, _ = tokenizer.render_chat([{"role": "user", "content": _SLOT}]).partition(_SLOT)
     if not found or not opening:
         raise ConfigError("model has no chat template that opens a user turn; give text with data.")
-    return list(tokenizer.encode(opening, add_special_tokens=False))
+    return list(tokenizer.backend.encode(opening, add_special_tokens=False).ids)
 
 
 @contextmanager

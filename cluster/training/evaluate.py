@@ -1,9 +1,9 @@
 """Held-out acceptance of a head, read off the target's own greedy answers.
 
-Owns: the measure "mean acceptance length": tokens that come out of one target step, the target's own token included, with
-greedy decoding and a chain of k drafts. No serving is needed: as long as a chain is right, what it is fed when serving is what
-the training-time test feeds it, so one forward tells for every position how many drafts would have been accepted there.
-Called by `cluster.training.trainer` along the way and by `cluster.training.train` at the end.
+Owns: the measure "mean acceptance length": tokens that come out of one target step, the target's own token included,
+with greedy decoding and a chain of k drafts. No serving is needed: as long as a chain is right, what it is fed when
+serving is what the training-time test feeds it, so one forward tells for every position how many drafts would have
+been accepted there. Called by `cluster.training.trainer` along the way and by `cluster.training.train` at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The finished head as a folder in the public "speculators" layout.
 
-Owns: the config.json of an exported draft and the choice of what is saved. The embedding is the target's and is left out, as
-loaders that know EAGLE3 (this one, vLLM) then take the target's own. Called by `cluster.training.train`.
+Owns: the config.json of an exported draft and the choice of what is saved. The embedding is the target's and is left
+out, as loaders that know EAGLE3 (this one, vLLM) then take the target's own. Called by `cluster.training.train`.
 """
 
 from __future__ import annotations

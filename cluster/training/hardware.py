@@ -1,7 +1,8 @@
 """Which arithmetic is fast on this machine.
 
-Owns: the choice between float32 and bfloat16 for capture and training. It is measured, not looked up: bfloat16 is many times
-faster on CPUs with matrix units (AMX) and several times slower on those that emulate it. Called by `cluster.training.train`.
+Owns: the choice between float32 and bfloat16 for capture and training. It is measured, not looked up: bfloat16 is
+many times faster on CPUs with matrix units (AMX) and several times slower on those that emulate it. Called by
+`cluster.training.train`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A fresh head for a target: its draft vocabulary, its shape and its first weights.
 
-Owns: what a head is before training. The draft vocabulary is made of the tokens that the target itself produces most often.
-Where the target is of the Llama family, the head begins as the target's last layer over the target's last aux state, with the
-target's final norm and output embedding: a rough guess of the next token from the first step on. Called by
-`cluster.training.train`.
+Owns: what a head is before training. The draft vocabulary is made of the tokens that the target itself produces most
+often. Where the target is of the Llama family, the head begins as the target's last layer over the target's last aux
+state, with the target's final norm and output embedding: a rough guess of the next token from the first step on.
+Called by `cluster.training.train`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def head_config(target: PreTrainedModel, draft_vocab: int, aux_layers: tuple[int
     aux_layers = aux_layers or default_aux_layer_ids(config.num_hidden_layers)
     if not all(0 <= layer <= config.num_hidden_layers for layer in aux_layers):
         raise ConfigError(
-            f"aux_layers is {aux_layers} but the target has hidden states 0 to {config.num_hidden_layers}; choose among them."
+            f"aux_layers is {aux_layers} but must lie in 0 to {config.num_hidden_layers}, the target's hidden states;"
+            " choose among them."
         )
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
@@ -65,17 +66,23 @@ def head_config(target: PreTrainedModel, draft_vocab: int, aux_layers: tuple[int
 def new_head(target: PreTrainedModel, config: Eagle3Config, vocabulary: list[int], seed: int) -> Eagle3Head:
     """A float32 head for `target` that drafts the tokens of `vocabulary` (ascending)."""
     torch.manual_seed(seed)
-    embedding = target.get_input_embeddings().weight.detach().float()
-    output = target.get_output_embeddings().weight.detach().float()
-    head = Eagle3Head(config, embedding)
+    embedding: Any = target.get_input_embeddings()
+    head = Eagle3Head(config, embedding.weight.float())
     chosen = torch.tensor(vocabulary)
     head.d2t.copy_(chosen - torch.arange(len(vocabulary)))
     head.t2d.zero_()[chosen] = True
     with torch.no_grad():
-        head.lm_head.weight.copy_(output[chosen])
+        head.lm_head.weight.copy_(output_matrix(target)[chosen])
         _pass_through(head, config)
         _take_last_layer(head, target.base_model)
     return head
+
+
+def output_matrix(target: PreTrainedModel) -> Tensor:
+    """The matrix [vocab, H] that turns the target's last states into its logits."""
+    layer: Any = target.get_output_embeddings()  # type: ignore[no-untyped-call]
+    matrix: Tensor = layer.weight.detach()
+    return matrix
 
 
 def _pass_through(head: Eagle3Head, config: Eagle3Config) -> None:

@@ -14,6 +14,19 @@ from cluster.errors import ConfigError
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
+_POSITIVE = (
+    "tokens",
+    "answers_per_prompt",
+    "token_passes",
+    "draft_vocab",
+    "ttt_steps",
+    "batch_tokens",
+    "max_len",
+    "answer_tokens",
+    "held_out_tokens",
+    "evaluate_every",
+)
+
 
 @dataclass(frozen=True)
 class TrainDraftOptions:
@@ -67,8 +80,7 @@ class TrainDraftOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "answers_per_prompt", "token_passes", "draft_vocab", "ttt_steps", "batch_tokens", "max_len", "answer_tokens",
-                     "held_out_tokens", "evaluate_every"):  # fmt: skip
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value} but must be at least 1; give a positive number.")

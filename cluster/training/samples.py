@@ -1,7 +1,7 @@
 """Training text: token sequences with the position where the target's own words begin.
 
-Owns: the JSONL form of a sample and the reading of users' files. Invariant: `0 < prompt_tokens < len(tokens)`: there is
-always something before the answer and something in it.
+Owns: the JSONL form of a sample and the reading of users' files. Invariant: `0 < prompt_tokens < len(tokens)`: there
+is always something before the answer and something in it.
 
 A line of a .jsonl file is one of
     {"tokens": [...], "prompt_tokens": n}              token ids, as this package writes them
@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ConfigError
 
 
@@ -37,7 +36,7 @@ class Sample:
         return Sample(self.tokens[:max_len], self.prompt_tokens)
 
 
-def read_samples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def read_samples(path: Path, tokenizer: Tokenizer) -> list[Sample]:
     """All samples of a user's file. Raises `ConfigError` naming the first line that can't be read."""
     if not path.is_file():
         raise ConfigError(f"data is {path} but there is no such file; give a .jsonl or a text file.")
@@ -66,7 +65,7 @@ def append_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """User prompts of a JSONL file with a field `prompt`, `instruction`, `question`, or `turns` (the first is taken)."""
+    """User prompts of a JSONL file with a field `prompt`, `instruction`, `question` or `turns` (the first is taken)."""
     prompts = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         document = _object(path, number, line)
@@ -84,15 +83,12 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Token ids of a chat with one user message, open for the answer."""
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-    )
-    return list(rendered["input_ids"])
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
-def _parse_lines(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+def _parse_lines(path: Path, tokenizer: Tokenizer) -> Iterator[Sample]:
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         document = _object(path, number, line)
         if "tokens" in document:
@@ -121,18 +117,20 @@ def _from_ids(document: dict[str, Any]) -> Sample:
     sample = Sample(tuple(document["tokens"]), int(document["prompt_tokens"]))
     if not 0 < sample.prompt_tokens < len(sample.tokens):
         raise ConfigError(
-            f"prompt_tokens is {sample.prompt_tokens} but must lie between 1 and {len(sample.tokens) - 1}; correct the line."
+            f"prompt_tokens is {sample.prompt_tokens} but must lie in 1 to {len(sample.tokens) - 1}; correct the line."
         )
     return sample
 
 
-def _from_messages(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Sample:
-    opened = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
-    answer = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    return Sample(tuple([*opened, *answer, *end]), len(opened))
+def _from_messages(messages: list[dict[str, str]], tokenizer: Tokenizer) -> Sample:
+    opened = tokenizer.encode_chat(messages[:-1])
+    return Sample((*opened, *_plain_ids(messages[-1]["content"], tokenizer)), len(opened))
 
 
-def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample | None:
-    ids = tokenizer.encode(text, add_special_tokens=False)
+def _from_text(text: str, tokenizer: Tokenizer) -> Sample | None:
+    ids = _plain_ids(text, tokenizer)
     return Sample(tuple(ids), 1) if len(ids) > 2 else None
+
+
+def _plain_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    return list(tokenizer.backend.encode(text, add_special_tokens=False).ids)

@@ -1,8 +1,8 @@
 """One training of an EAGLE3 draft, from text to the exported folder.
 
-Owns: the order of the stages (text, held-out answers, hidden states, training, export) and what each hands to the next. Every
-stage keeps its result in the work folder and is skipped when it is there, so an interrupted training is continued by the same
-command. Called by `tandem draft train` and by the script that makes the tests' tiny draft.
+Owns: the order of the stages (text, held-out answers, hidden states, training, export) and what each hands to the
+next. Every stage keeps its result in the work folder and is skipped when it is there, so an interrupted training is
+continued by the same command. Called by `tandem draft train` and by the script that makes the tests' tiny draft.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ConfigError, ModelLoadError
 from cluster.training.capture import CapturedSamples, capture
 from cluster.training.checkpoint import TrainingState
@@ -21,7 +22,7 @@ from cluster.training.corpus import answer_prompts, build_corpus
 from cluster.training.evaluate import Acceptance
 from cluster.training.export import export_head
 from cluster.training.hardware import compute_dtype
-from cluster.training.head_init import choose_vocabulary, head_config, new_head
+from cluster.training.head_init import choose_vocabulary, head_config, new_head, output_matrix
 from cluster.training.options import TrainDraftOptions, TrainDraftResult
 from cluster.training.samples import Sample, chat_ids, read_prompts, read_samples
 from cluster.training.trainer import Trainer
@@ -30,7 +31,8 @@ from cluster.training.trainer import Trainer
 def train_draft(options: TrainDraftOptions) -> TrainDraftResult:
     """Trains a draft as `options` say and writes it to `options.out`; goes on where an earlier call stopped.
 
-    Raises `ConfigError` for options that don't fit the model or the data, `ModelLoadError` for a model that can't be loaded.
+    Raises `ConfigError` for options that don't fit the model or the data, `ModelLoadError` for a model that can't be
+    loaded.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -43,7 +45,7 @@ def train_draft(options: TrainDraftOptions) -> TrainDraftResult:
         held = capture(target, held_out, config.aux_layer_ids, options.work / "held-out") if held_out else None
         vocabulary, coverage = choose_vocabulary(samples, config.draft_vocab_size, config.vocab_size)
         head = new_head(target, config, vocabulary, options.seed)
-        output_embedding = target.get_output_embeddings().weight.detach()
+        output_embedding = output_matrix(target)
         trainer = Trainer(head, data, held, output_embedding, options, target.dtype)
         state, acceptance = trainer.run(_reporter(stage("training", options.token_passes), stage))
     export_head(head, options.out, target.config, options.ttt_steps, torch.bfloat16)
@@ -53,7 +55,7 @@ def train_draft(options: TrainDraftOptions) -> TrainDraftResult:
 
 
 def _texts(options: TrainDraftOptions, stage: _Stages) -> tuple[list[Sample], list[Sample]]:
-    tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+    tokenizer = Tokenizer.load(options.model)
     held_prompts = read_prompts(options.held_out) if options.held_out else []
     if options.data is not None:
         samples = read_samples(options.data, tokenizer)
@@ -70,9 +72,7 @@ def _texts(options: TrainDraftOptions, stage: _Stages) -> tuple[list[Sample], li
     return kept, _held_out(options, tokenizer, held_prompts, stage)
 
 
-def _held_out(
-    options: TrainDraftOptions, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], stage: _Stages
-) -> list[Sample]:
+def _held_out(options: TrainDraftOptions, tokenizer: Tokenizer, prompts: Sequence[str], stage: _Stages) -> list[Sample]:
     if not prompts:
         return []
     path = options.work / "held-out.jsonl"
@@ -84,14 +84,16 @@ def _held_out(
 def _load_target(options: TrainDraftOptions) -> PreTrainedModel:
     dtype = compute_dtype(options.compute_dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             options.model, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ModelLoadError(
             f"model {options.model} can't be loaded ({error}); give a folder of safetensors."
         ) from error
-    return model.eval().requires_grad_(False)
+    model.train(False)
+    model.requires_grad_(False)
+    return model
 
 
 class _Stages:

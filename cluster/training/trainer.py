@@ -1,10 +1,11 @@
 """The training loop of an EAGLE3 head over captured samples.
 
-Owns: the loss, the optimizer and the rhythm of steps, checkpoints and held-out measurements. Invariant: a training that was
-stopped and resumed takes the same steps as one that was not. Called by `cluster.training.train`.
+Owns: the loss, the optimizer and the rhythm of steps, checkpoints and held-out measurements. Invariant: a training
+that was stopped and resumed takes the same steps as one that was not. Called by `cluster.training.train`.
 
-The loss of draft step k is the cross-entropy against the target's distribution over the draft vocabulary (a soft label),
-weighted 0.8^k; positions whose most likely token is outside that vocabulary teach nothing. Source: EAGLE-3, section 3.
+The loss of draft step k is the cross-entropy against the target's distribution over the draft vocabulary (a soft
+label), weighted 0.8^k; positions whose most likely token is outside that vocabulary teach nothing. Source: EAGLE-3,
+section 3.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Trainer:
     def run(
         self, report: Callable[[TrainingState, Acceptance | None], None]
     ) -> tuple[TrainingState, Acceptance | None]:
-        """Trains up to `token_passes`; `report` is called after every step, with an acceptance where one was measured."""
+        """Trains up to `token_passes`; `report` is called after every step, with the acceptance if one was measured."""
         options = self._options
         state = load_checkpoint(self._checkpoint, self._head, self._optimizer)
         order = itertools.islice(batches(self._data.lengths, options.batch_tokens, options.seed), state.steps, None)
@@ -104,7 +105,7 @@ class Trainer:
 
     @torch.no_grad()
     def _labels(self, batch: TttBatch) -> tuple[Tensor, Tensor]:
-        """Rows to learn from [B, T] and the target's distribution over the draft vocabulary for each of them [R, draft]."""
+        """Rows to learn from [B, T], and for each the target's distribution over the draft vocabulary."""
         learned = batch.learned & self._head.t2d[batch.labels]
         scores = linear(batch.label_states[learned].to(self._dtype), self._label_rows)
         return learned, (scores.float() / self._options.temperature).softmax(-1)

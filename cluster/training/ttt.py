@@ -1,11 +1,12 @@
 """The training-time test: the head's forward over whole sequences, several draft steps deep.
 
-Owns: which rows and keys a draft step sees, batched. Used by the trainer (for the loss) and by `evaluate` (step k of a chain
-that has been right so far sees exactly what it would see when serving, so acceptance can be read off one forward).
+Owns: which rows and keys a draft step sees, batched. Used by the trainer (for the loss) and by `evaluate` (step k of
+a chain that has been right so far sees exactly what it would see when serving, so acceptance can be read off one
+forward).
 
-Source: EAGLE-3, section 3.2. Step 0 is fed the target's states; step k is fed the output of step k - 1, moved on by one
-position. A query of step k at position i sees the step-0 keys of positions up to i - k (real context) and, for s in 1..k, the
-step-s key of position i - k + s (the drafts that lead up to it).
+Source: EAGLE-3, section 3.2. Step 0 is fed the target's states; step k is fed the output of step k - 1, moved on by
+one position. A query of step k at position i sees the step-0 keys of positions up to i - k (real context) and, for s
+in 1..k, the step-s key of position i - k + s (the drafts that lead up to it).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class TttBatch:
     """B sequences padded on the right to n tokens. Row i of T = n - 1 is the pair (state i, token i + 1).
 
     `next_tokens` [B, T], `aux` [B, T, n_aux * H]; `labels` [B, T] is the token after next, which row i drafts;
-    `label_states` [B, T, H] are the target's last states whose logits are its distribution; `learned` [B, T] marks the rows
-    whose label is an answer token that the target itself chose in a decode step.
+    `label_states` [B, T, H] are the target's last states whose logits are its distribution; `learned` [B, T] marks the
+    rows whose label is an answer token that the target itself chose in a decode step.
     """
 
     next_tokens: Tensor

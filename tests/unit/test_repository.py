@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from cluster.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES, MAX_TEST_LINES, MAX_FUNCTION_LINES = 300, 500, 60
@@ -135,6 +138,21 @@ def test_docs_name_make_targets_that_exist() -> None:
         for name in re.findall(r"`make ([a-z-]+)|^ *(?:\$ )?make ([a-z-]+)", path.read_text(), re.M)
     }
     assert {first or second for first, second in named} <= targets
+
+
+def test_docs_name_commands_that_exist() -> None:
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]  # Typer's own type of group
+    named = {
+        name for path in docs() for name in re.findall(r"(?:^ *|`)(?:\$ )?tandem ([a-z]+)\b", path.read_text(), re.M)
+    }
+    assert named and named <= known
+
+
+def test_the_architecture_page_lists_every_module() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    modules = [path for path in sources() if not is_test(path) and path.name != "__init__.py"]
+    names = [str(path.relative_to(ROOT / path.relative_to(ROOT).parts[0])) for path in modules]
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_docs_name_files_that_exist() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 
 from pydantic import SecretStr
@@ -129,11 +130,13 @@ def _check(config: TandemConfig) -> None:
 
 def _supervisor(config: TandemConfig, redis_url: SecretStr, schema: Schema) -> Supervisor:
     engine = config.to_engine_config()
-    threads = engine.threads or max(1, (os.cpu_count() or 1) // config.cluster.workers)
+    if engine.threads is None:
+        # Without a limit each worker would start a thread per core, and they would all be in each other's way.
+        engine = replace(engine, threads=max(1, (os.cpu_count() or 1) // config.cluster.workers))
     return Supervisor(
         scheduler=SchedulerOptions(redis_url, schema, log_level=config.log_level),
         workers=[
-            WorkerOptions(f"worker-{index}", engine, config.model_name, threads, log_level=config.log_level)
+            WorkerOptions(f"worker-{index}", engine, config.model_name, log_level=config.log_level)
             for index in range(config.cluster.workers)
         ],
         gateway=GatewayOptions(

@@ -7,23 +7,27 @@ exceptions and handles stay inside this package. Used by the worker, gateway and
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from actors.runtime import NAMESPACE
 from cluster.core.frontier import FrontierReport
 from cluster.errors import TandemError, Unavailable
 from cluster.gateway.dispatcher import ClusterState
+from cluster.observe.logging import event
 from cluster.routing.router import HeartbeatReply
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad
 
 SCHEDULER = "tandem-scheduler"
 GATEWAY = "tandem-gateway"
 _RETRY_S = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 def worker_name(worker_id: str) -> str:
@@ -56,6 +60,11 @@ class SchedulerClient:
         answer: Placement | Refusal = await self._call("dispatch", query, limit_s=15.0)
         return answer
 
+    async def suspect(self, worker_id: str, epoch: int) -> None:
+        """Tells that this life of the worker could not be reached. Best effort: the lease tells in any case."""
+        with suppress(Unavailable):
+            await self._call("suspect", worker_id, epoch, limit_s=5.0)
+
     async def state(self) -> ClusterState:
         state: ClusterState = await self._call("state", limit_s=5.0)
         return state
@@ -70,6 +79,9 @@ class SchedulerClient:
                             return await getattr(handle, method).remote(*arguments)
                         except RayActorError:
                             self._handle = None
+                        except RayTaskError:
+                            logger.exception(event("scheduler_failed", method=method))
+                            raise Unavailable("The scheduler failed on this: look into its log.") from None
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             raise Unavailable("The scheduler did not answer in time: try again in a few seconds.") from None

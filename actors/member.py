@@ -8,6 +8,7 @@ Owned by `actors.supervisor`, on one thread at a time.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from cluster.errors import TandemError, Unavailable
+from cluster.observe.logging import event
 from cluster.routing.types import WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 0.2
 _MAX_WAIT_S = 30.0
@@ -87,6 +91,7 @@ class Member:
                 f"The process of {self.name} ended while {self.phase}: see the system's log for its cause."
             )
         except RayError as error:
+            logger.exception(event("member_failed", member=self.name, phase=self.phase))
             answer = Unavailable(f"{self.name} failed while {self.phase} ({type(error).__name__}): see its log.")
         if not isinstance(answer, Loaded):
             self._fall(answer if isinstance(answer, TandemError) else None)

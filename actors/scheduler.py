@@ -111,6 +111,10 @@ class SchedulerActor:
             self._note_anchors(report)
         return verdict is Verdict.GAP
 
+    async def suspect(self, worker_id: str, epoch: int) -> None:
+        """A gateway could not reach it: no request goes there before it is heard of again."""
+        self._router.suspect(worker_id, epoch)
+
     async def lose(self, worker_id: str, epoch: int) -> None:
         """That life of the worker has ended: no request goes there any more."""
         if self._router.lose(worker_id, epoch):

@@ -2,7 +2,7 @@
 
 Invariant: the server, its socket and its directory never outlive the process that started it, however that process
 ends. A small shell guardian waits for its standard input to close, which the kernel does when the parent dies, and
-then stops the server and removes the directory. Started by `actors.cluster` and by tests.
+then stops the server and removes the directory. Until then it replaces a server that died. Started by `actors.cluster` and by tests.
 """
 
 import os
@@ -23,12 +23,14 @@ _START_LIMIT_S = 20.0
 _STOP_LIMIT_S = 10.0
 
 # In its own session, so a Ctrl-C in the terminal reaches neither the guardian nor the server before the parent has
-# finished with them. `cat` ends when the last writer of the pipe is gone.
+# finished with them. `cat` ends when the last writer of the pipe is gone; until then a server that dies is replaced.
 _GUARDIAN = """
-"$@" >/dev/null 2>&1 </dev/null & server=$!
-echo $server
+(
+    trap 'kill $server; wait $server; exit' TERM
+    while :; do "$@" & server=$!; wait $server; sleep 0.1; done
+) </dev/null >/dev/null 2>&1 & keeper=$!
 cat >/dev/null
-kill $server 2>/dev/null; wait $server 2>/dev/null
+kill $keeper; wait $keeper
 rm -rf "$TANDEM_REDIS_DIR"
 """
 
@@ -48,7 +50,7 @@ class EmbeddedRedis:
         self.socket_path = self._dir / "s"
         self._guardian = self._spawn(max_memory)
         try:
-            self.pid = self._wait_until_ready()
+            self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
@@ -56,6 +58,11 @@ class EmbeddedRedis:
     @property
     def url(self) -> SecretStr:
         return SecretStr(f"unix://{self.socket_path}")
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, which changes when a dead one was replaced."""
+        return int((self._dir / "pid").read_text())
 
     @property
     def guardian_pid(self) -> int:
@@ -70,8 +77,6 @@ class EmbeddedRedis:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        if self._guardian.stdout is not None:
-            self._guardian.stdout.close()
         shutil.rmtree(self._dir, ignore_errors=True)
 
     def __enter__(self) -> "EmbeddedRedis":
@@ -87,6 +92,7 @@ class EmbeddedRedis:
             "port": "0",
             "unixsocket": str(self.socket_path),
             "unixsocketperm": "700",
+            "pidfile": str(self._dir / "pid"),
             "dir": str(self._dir),
             "save": "",
             "appendonly": "no",
@@ -97,14 +103,11 @@ class EmbeddedRedis:
         return subprocess.Popen(
             ["/bin/sh", "-c", _GUARDIAN, "tandem-redis", str(_server_binary()), *flags],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             env={**os.environ, "TANDEM_REDIS_DIR": str(self._dir)},
             start_new_session=True,
         )
 
-    def _wait_until_ready(self) -> int:
-        assert self._guardian.stdout is not None
-        pid = int(self._guardian.stdout.readline())
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_LIMIT_S
         with Redis(unix_socket_path=str(self.socket_path)) as client:
             while time.monotonic() < deadline:
@@ -113,7 +116,7 @@ class EmbeddedRedis:
                 except (RedisError, OSError):
                     time.sleep(0.02)
                 else:
-                    return pid
+                    return
         raise ConfigError(
             f"cluster.redis_url is unset, but the embedded Redis did not answer within {_START_LIMIT_S:g} s: "
             "give cluster.redis_url the URL of a running server."

@@ -1,5 +1,6 @@
 """The embedded server: real, private, and gone without a trace however its parent ends."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -32,12 +33,13 @@ def wait_until_gone(pids: list[int], path: Path) -> None:
 
 def test_it_is_private_and_leaves_nothing() -> None:
     with EmbeddedRedis() as server:
+        pids = [server.pid, server.guardian_pid]
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             assert client.set("key", "value") and client.get("key") == b"value"
             assert client.config_get("port") == {"port": "0"}, "no TCP port"
         assert stat.S_IMODE(server.socket_path.parent.stat().st_mode) == 0o700
         assert len(str(server.socket_path)) < 100
-    wait_until_gone([server.pid, server.guardian_pid], server.socket_path.parent)
+    wait_until_gone(pids, server.socket_path.parent)
     server.stop()
 
 
@@ -64,7 +66,17 @@ def test_it_dies_with_its_parent(kill: signal.Signals | None) -> None:
     parent.stdout.close()
 
 
-def test_a_killed_server_is_cleaned_up_after() -> None:
+def test_a_killed_server_is_replaced() -> None:
     with EmbeddedRedis() as server:
-        os.kill(server.pid, signal.SIGKILL)
-    wait_until_gone([server.guardian_pid], server.socket_path.parent)
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            while True:
+                with contextlib.suppress(redis.RedisError, OSError):
+                    if client.info("server")["process_id"] != first:
+                        break
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        second = server.pid
+    wait_until_gone([first, second, server.guardian_pid], server.socket_path.parent)

@@ -128,7 +128,7 @@ async def test_a_dead_server_is_an_answer_within_the_limit() -> None:
     with EmbeddedRedis() as own:
         directory = Directory(own.url, SCHEMA, lease_s=30.0)
         await directory.announce([worker("a")])
-        os.kill(own.pid, signal.SIGKILL)
+        own.stop()
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(20):

@@ -1,11 +1,11 @@
 """The requests that run in this gateway, so that they can be cancelled by id.
 
 Invariant: an id names at most one running request of a tenant, and no tenant can name another's. Called by
-`cluster.gateway.service`.
+`cluster.gateway.generation`.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from cluster.errors import InvalidRequest
 
@@ -25,11 +25,16 @@ class ActiveRequest:
         if self._stop is not None:
             await self._stop()
 
-    async def accepted(self, stop: Stop) -> None:
-        """A worker has it now; `stop` makes that worker end it. Runs `stop` if the end was asked for already."""
+    @asynccontextmanager
+    async def held_by(self, stop: Stop) -> AsyncIterator[None]:
+        """While a worker has it; `stop` makes that worker end it, and runs if the end was asked for already."""
         self._stop = stop
-        if self.cancelled:
-            await stop()
+        try:
+            if self.cancelled:
+                await stop()
+            yield
+        finally:
+            self._stop = None
 
 
 class ActiveRequests:

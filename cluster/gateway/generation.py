@@ -1,9 +1,8 @@
 """One request from validated tokens to the last of its answer, whichever protocol carries it.
 
-Owns the relay. Invariant: positions given out are 0, 1, 2, ... without gap or repetition, and one completion ends them,
-or one error. A worker that fails before the first token is passed over once; after that token the request ends as
-`Unavailable`.
-Called by `cluster.gateway.service` and the HTTP edge.
+Owns placing and retrying. Invariant: a request is answered by one worker's stream alone: a worker that fails before the
+first token is passed over once, and after that token the request ends as `Unavailable`. Every request that passes the
+validator ends with one line in the log. Called by `cluster.gateway.service`.
 """
 
 import asyncio
@@ -20,10 +19,12 @@ from cluster.gateway.active import ActiveRequest, ActiveRequests
 from cluster.gateway.auth import Tenants
 from cluster.gateway.dispatcher import Dispatcher
 from cluster.gateway.prompts import encode, routing_keys
+from cluster.gateway.relay import Relay, cancelled_before_start
 from cluster.gateway.request import RequestFields
 from cluster.gateway.served import ServedModel
 from cluster.gateway.validator import Validator
 from cluster.gateway.worker_client import WorkerClients
+from cluster.observe.logging import event
 from cluster.routing.types import DispatchQuery, Placement
 from cluster.rpc import convert
 from cluster.rpc._generated.tandem.internal.v1 import worker_pb2
@@ -56,7 +57,7 @@ class Generation:
 
     def __init__(self, served: ServedModel, dispatcher: Dispatcher, tenants: Tenants) -> None:
         self._served, self._dispatcher, self._tenants = served, dispatcher, tenants
-        self._validator = Validator(served.card, served.pools)
+        self._validator = Validator(served.card, tuple(pool for pool in served.pools if pool.name == "target"))
         self._workers = WorkerClients()
         self.active = ActiveRequests()
 
@@ -80,10 +81,8 @@ class Generation:
                 outcome = type(error).__name__
                 raise
             finally:
-                _log.info(
-                    "event=request_end request_id=%s outcome=%s seconds=%.3f",
-                    request_id, outcome, time.monotonic() - arrived,
-                )  # fmt: skip
+                seconds = time.monotonic() - arrived
+                _log.info(event("request_end", request_id=request_id, outcome=outcome, seconds=seconds))
 
     async def close(self) -> None:
         """Ends all streams from workers."""
@@ -117,12 +116,12 @@ class Generation:
         excluded: frozenset[str] = frozenset()
         for attempt in range(ATTEMPTS):
             if active.cancelled:
-                yield _cancelled_before_start(job)
+                yield cancelled_before_start(job.request_id, len(job.prompt), job.arrived)
                 return
             # Unique in the whole cluster, whatever ids clients choose and however often this one is tried.
             worker_request_id = f"{job.request_id}-{secrets.token_hex(4)}"
             placement = await self._place(job, worker_request_id, excluded)
-            relay = _Relay(job, placement.worker_id)
+            relay = Relay(job.request_id, placement.worker_id, job.arrived)
             try:
                 async with aclosing(self._stream(job, placement, worker_request_id, active)) as messages:
                     async for message in messages:
@@ -137,7 +136,7 @@ class Generation:
                 if attempt + 1 == ATTEMPTS:
                     raise
                 excluded |= {placement.worker_id}
-                _log.warning("event=retry request_id=%s worker=%s", job.request_id, placement.worker_id)
+                _log.warning(event("request_retry", request_id=job.request_id, worker=placement.worker_id))
 
     async def _place(self, job: Job, worker_request_id: str, excluded: frozenset[str]) -> Placement:
         query = DispatchQuery(
@@ -175,54 +174,9 @@ class Generation:
         timeout_s = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
         async with aclosing(self._workers.generate(placement, request, timeout_s)) as messages:
             await anext(messages)
-            await active.accepted(lambda: self._workers.cancel(placement, worker_request_id))
-            async for message in messages:
-                yield message
-
-
-class _Relay:
-    """Turns one worker's messages into responses, and keeps the times that only the gateway can see."""
-
-    def __init__(self, job: Job, worker_id: str) -> None:
-        self._job, self._worker_id = job, worker_id
-        self._first_token: float | None = None
-        self.position = 0
-
-    def responses(self, message: worker_pb2.GenerateResponse) -> list[tandem_pb2.GenerateResponse]:
-        """The delta and the completion in `message`, where it has them."""
-        responses = []
-        if message.token_ids or message.text:
-            responses.append(tandem_pb2.GenerateResponse(request_id=self._job.request_id, delta=self._delta(message)))
-        if message.HasField("completion"):
-            completion = self._completion(message.completion)
-            responses.append(tandem_pb2.GenerateResponse(request_id=self._job.request_id, completion=completion))
-        return responses
-
-    def _delta(self, message: worker_pb2.GenerateResponse) -> tandem_pb2.Delta:
-        if message.position != self.position:
-            raise ValueError(f"worker {self._worker_id} sent position {message.position} after {self.position}")
-        if self._first_token is None:
-            self._first_token = time.monotonic()
-        self.position += len(message.token_ids)
-        return tandem_pb2.Delta(
-            position=message.position, token_ids=message.token_ids, text=message.text, logprobs=message.logprobs
-        )
-
-    def _completion(self, completion: tandem_pb2.Completion) -> tandem_pb2.Completion:
-        now = time.monotonic()
-        completion.worker_id = self._worker_id
-        completion.timings.time_to_first_token_s = (self._first_token or now) - self._job.arrived
-        completion.timings.total_s = now - self._job.arrived
-        return completion
-
-
-def _cancelled_before_start(job: Job) -> tandem_pb2.GenerateResponse:
-    completion = tandem_pb2.Completion(
-        finish_reason=tandem_pb2.FINISH_REASON_CANCELLED,
-        usage=tandem_pb2.Usage(prompt_tokens=len(job.prompt)),
-        timings=tandem_pb2.Timings(total_s=time.monotonic() - job.arrived),
-    )
-    return tandem_pb2.GenerateResponse(request_id=job.request_id, completion=completion)
+            async with active.held_by(lambda: self._workers.cancel(placement, worker_request_id)):
+                async for message in messages:
+                    yield message
 
 
 def _lost(position: int) -> Unavailable:

@@ -73,10 +73,11 @@ _PRIORITY = Bound(-100, 100)
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """Checks requests against the model that is served and the KV pools of its workers."""
+    """Checks requests against the model that is served and the KV pools that a request can't do without."""
 
     model: ModelCard
     pools: tuple[PoolSize, ...] = ()
+    """The target's; speculation steps aside where the draft's is too small."""
 
     def check(self, request: RequestFields) -> None:
         """All that can be said before tokenizing. Raises InvalidRequest or ModelNotFound."""
@@ -116,7 +117,8 @@ class Validator:
         room = self.model.max_len - prompt_tokens
         if wanted is None:
             # At least one: a prompt that leaves its pool no room at all is refused with the pool's numbers.
-            return max(1, min([DEFAULT_MAX_TOKENS, room, *(pool.num_tokens - prompt_tokens for pool in self.pools)]))
+            left = [pool.num_tokens - prompt_tokens + 1 for pool in self.pools]
+            return max(1, min(DEFAULT_MAX_TOKENS, room, *left))
         if wanted > room:
             limit = f"at most {room}: max_len is {self.model.max_len} and the prompt has {prompt_tokens} tokens"
             raise InvalidRequest("max_tokens", wanted, limit, "lower it, shorten the prompt, or leave it unset")
@@ -176,9 +178,10 @@ class Validator:
 
     def _check_pools(self, prompt_tokens: int, max_tokens: int) -> None:
         for pool in self.pools:
-            needed = math.ceil((prompt_tokens + max_tokens) / pool.block_size)
+            # The last token is given out, but never computed.
+            needed = math.ceil((prompt_tokens + max_tokens - 1) / pool.block_size)
             if needed > pool.num_blocks:
-                largest = max(0, pool.num_tokens - max_tokens)
+                largest = max(0, pool.num_tokens - max_tokens + 1)
                 raise PromptTooLarge(needed, pool.num_blocks, largest, pool.name)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import grpc
 
 from cluster.errors import DeadlineExceeded, Internal, RequestCancelled, TandemError, Unavailable, revive
+from cluster.observe.logging import event
 
 ERROR_KEY = "tandem-error-bin"
 
@@ -29,7 +30,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
 def internal(method: str, error: BaseException) -> Internal:
     """Logs a defect under a new id, and makes the error that gives the id alone away."""
     error_id = secrets.token_hex(8)
-    _log.error("event=internal_error error_id=%s method=%s", error_id, method, exc_info=error)
+    _log.error(event("internal_error", error_id=error_id, method=method), exc_info=error)
     return Internal(error_id)
 
 

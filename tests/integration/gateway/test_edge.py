@@ -71,7 +71,7 @@ async def test_a_prompt_larger_than_a_pool_names_its_blocks() -> None:
         with pytest.raises(PromptTooLarge) as caught:
             await collect(stack.client.generate([1] * 60, max_tokens=10))
         error = caught.value
-        assert (error.needed_blocks, error.available_blocks, error.largest_prompt) == (5, 4, 54)
+        assert (error.needed_blocks, error.available_blocks, error.largest_prompt) == (5, 4, 55)
 
 
 async def test_an_unknown_model_is_not_found() -> None:

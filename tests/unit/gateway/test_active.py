@@ -37,12 +37,14 @@ async def test_cancelling_reaches_the_worker_whether_it_has_the_request_or_gets_
     worker = Worker()
     active = ActiveRequests()
     with active.running("red", "a") as request:
-        await request.accepted(worker.stop)
-        assert worker.stops == 0
+        async with request.held_by(worker.stop):
+            assert worker.stops == 0
+            await request.cancel()
+            assert worker.stops == 1
         await request.cancel()
         assert worker.stops == 1
     with active.running("red", "b") as request:
         await request.cancel()
         assert (request.cancelled, worker.stops) == (True, 1)
-        await request.accepted(worker.stop)
-        assert worker.stops == 2
+        async with request.held_by(worker.stop):
+            assert worker.stops == 2

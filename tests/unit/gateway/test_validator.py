@@ -14,8 +14,7 @@ from cluster.gateway.validator import DEFAULT_MAX_TOKENS, Validator
 from cluster.routing.types import ModelCard, PoolSize
 
 CARD = ModelCard(name="tiny", fingerprint="f", kv_dtype="float32", block_size=16, max_len=1024, vocab_size=512)
-TARGET = PoolSize("target", num_blocks=100, block_size=16, num_bytes=1, span=0)
-DRAFT = PoolSize("draft", num_blocks=50, block_size=8, num_bytes=1, span=1)
+POOL = PoolSize("target", num_blocks=50, block_size=8, num_bytes=1, span=0)
 VALIDATOR = Validator(CARD)
 
 GOOD = RequestFields(TextPrompt("hello"))
@@ -99,7 +98,7 @@ def test_an_unknown_model_is_not_found_and_the_served_one_named() -> None:
 def test_max_tokens_defaults_to_what_is_left() -> None:
     assert VALIDATOR.admit(GOOD, [1] * 10).max_tokens == DEFAULT_MAX_TOKENS
     assert VALIDATOR.admit(GOOD, [1] * 1000).max_tokens == 24
-    assert Validator(CARD, (DRAFT,)).admit(GOOD, [1] * 390).max_tokens == 10
+    assert Validator(CARD, (POOL,)).admit(GOOD, [1] * 390).max_tokens == 11
 
 
 def test_what_is_set_is_kept_and_the_rest_takes_its_default() -> None:
@@ -123,14 +122,15 @@ def test_lengths_are_checked_once_tokens_are_known(prompt: int, fields: dict[str
 
 
 def test_a_prompt_larger_than_a_pool_is_refused_with_the_numbers_of_that_pool() -> None:
-    validator = Validator(CARD, (TARGET, DRAFT))
-    validator.admit(sampling(max_tokens=10), [1] * 390)
+    validator = Validator(CARD, (POOL,))
+    validator.admit(sampling(max_tokens=10), [1] * 391)
     with pytest.raises(PromptTooLarge) as caught:
-        validator.admit(sampling(max_tokens=10), [1] * 391)
-    assert (caught.value.needed_blocks, caught.value.available_blocks, caught.value.largest_prompt) == (51, 50, 390)
-    assert "draft KV pool" in str(caught.value)
+        validator.admit(sampling(max_tokens=10), [1] * 392)
+    assert (caught.value.needed_blocks, caught.value.available_blocks, caught.value.largest_prompt) == (51, 50, 391)
+    assert "51 blocks of the target KV pool" in str(caught.value)
+    validator.admit(GOOD, [1] * 400)
     with pytest.raises(PromptTooLarge):
-        validator.admit(GOOD, [1] * 400)
+        validator.admit(GOOD, [1] * 401)
 
 
 numbers = st.none() | st.integers(-(2**70), 2**70) | st.floats()

@@ -75,6 +75,7 @@ def draft_chains(
     tasks: Sequence[DraftTask], shape: DraftShape, chooser: DraftChooser, model: ChainModel
 ) -> list[tuple[int, ...]]:
     """The drafts of each task. Raises ValueError for a task that breaks its contract, before anything is written."""
+    tasks = [within(task, shape.max_positions) for task in tasks]
     widths = [chain_width(task, shape) for task in tasks]
     writing = [i for i, task in enumerate(tasks) if task.end > task.start]
     drafting = [place for place, i in enumerate(writing) if widths[i] > 0]
@@ -99,6 +100,16 @@ def draft_chains(
     return [made.get(i, ()) for i in range(len(tasks))]
 
 
+def within(task: DraftTask, max_positions: int | None) -> DraftTask:
+    """`task` without what lies past the draft's last position: such slots stay unwritten, and nothing is drafted there,
+    so nothing ever reads them."""
+    if max_positions is None or task.end <= max_positions:
+        return task
+    start = min(task.start, max_positions)
+    hidden = None if task.hidden is None else task.hidden[: max_positions - start]
+    return replace(task, start=start, end=max_positions, k=0, hidden=hidden)
+
+
 def chain_width(task: DraftTask, shape: DraftShape) -> int:
     """How many tokens to draft for `task`: k, or what the draft's maximum position leaves.
 
@@ -107,10 +118,8 @@ def chain_width(task: DraftTask, shape: DraftShape) -> int:
     """
     known = len(task.tokens) - (shape.span or 0)
     limit = shape.max_positions
-    if not 0 <= task.start <= task.end <= known or (limit is not None and task.end > limit):
-        raise ValueError(
-            f"slots [{task.start}, {task.end}) of {task.request_id}: {known} have real inputs, the draft holds {limit}"
-        )
+    if not 0 <= task.start <= task.end <= known:
+        raise ValueError(f"slots [{task.start}, {task.end}) of {task.request_id}: only {known} have real inputs")
     if task.k == 0:
         return 0
     if task.end < known or task.start == task.end:

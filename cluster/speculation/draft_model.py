@@ -68,4 +68,4 @@ class ModelDrafter:
         """Nothing is remembered about a request but its KV."""
 
     def recompute(self, tokens: Sequence[int], hidden: Tensor | None) -> list[LayerKeysValues]:
-        return recompute_model(self.loaded, tokens)[0]
+        return recompute_model(self.loaded, tokens[: self.shape.max_positions])[0]

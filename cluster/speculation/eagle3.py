@@ -82,12 +82,13 @@ class Eagle3Drafter:
     def recompute(self, tokens: Sequence[int], hidden: Tensor | None) -> list[LayerKeysValues]:
         if hidden is None:
             raise ValueError("an EAGLE3 head needs the target's hidden states")
-        states = self.combine(hidden[: len(tokens) - 1])
+        tokens = tokens[1:][: self.shape.max_positions]
+        states = self.combine(hidden[: len(tokens)])
 
         def run(kv: KvTensors) -> None:
-            self.run(pack([PagedRow(tokens[1:], 0, WHOLE_SEQUENCE)], kv), states, kv)
+            self.run(pack([PagedRow(tokens, 0, WHOLE_SEQUENCE)], kv), states, kv)
 
-        return recomputed(self.kv_layout, self._device, len(tokens) - 1, run)
+        return recomputed(self.kv_layout, self._device, len(tokens), run)
 
 
 class _HeadPasses:

@@ -75,7 +75,8 @@ class Drafter(Protocol):
         """Drop what is remembered about a request that ended or was preempted; unknown ids are fine."""
 
     def recompute(self, tokens: Sequence[int], hidden: Tensor | None) -> list[LayerKeysValues]:
-        """Keys and values [len(tokens) - span, kv_heads, head_dim] of each layer, in one unchunked pass.
+        """Keys and values [len(tokens) - span, kv_heads, head_dim] of each layer, in one unchunked pass; fewer
+        where the draft's last position comes before.
 
         `hidden` [len(tokens), n * H] are the target's states. The KV audit compares published blocks with this.
         """

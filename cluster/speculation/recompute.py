@@ -23,7 +23,6 @@ def recomputed(
     layout: KvLayout, device: torch.device, slots: int, run: Callable[[KvTensors], None]
 ) -> list[LayerKeysValues]:
     """Keys and values [slots, kv_heads, dim] of each layer, after `run` filled a pool of one block."""
-    slots = max(slots, 0)
     kv = KvTensors(layout, num_blocks=1, block_size=max(slots, 1), device=device)
     if slots:
         run(kv)

@@ -5,13 +5,16 @@ from random import Random
 
 import pytest
 import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from cluster.core.sampling import SamplingParams
 from cluster.engine.config import EngineConfig
 from cluster.engine.sampler import Sampler, SampleRow
+from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.speculation.factory import load_drafter
 from cluster.speculation.lookahead import SpeculationMethod
-from tests.fixtures.prompts import TINY_TARGET
+from tests.fixtures.prompts import TINY_DRAFT, TINY_EAGLE3, TINY_TARGET
 from tests.unit.speculation.drafting import (
     BLOCK_SIZE,
     GREEDY,
@@ -24,9 +27,11 @@ from tests.unit.speculation.drafting import (
     pool_of,
     prompts,
     scattered_blocks,
+    states,
     target,
 )
 
+HOT = SamplingParams(max_tokens=9, temperature=2.5)
 methods = pytest.mark.parametrize("method", KV_METHODS)
 
 
@@ -82,8 +87,15 @@ def test_rejected_drafts_leave_no_trace(method: SpeculationMethod) -> None:
         sequence.tokens += [*drafts[:accepted], random.randrange(6, 2048)]
 
 
+def drawn(logits: torch.Tensor, position: int) -> int:
+    """The token that `Sequenced` draws at `position` with HOT."""
+    token = Sampler(2048).sample(logits.float(), [SampleRow(HOT, 11, position)]).tokens[0]
+    assert token is not None
+    return token
+
+
 @methods
-def test_reused_slots_are_read_and_never_written(method: SpeculationMethod) -> None:
+def test_reused_slots_are_read(method: SpeculationMethod) -> None:
     """A request that starts at the depth of a shared prefix drafts as if it had computed everything itself."""
     drafter = new_drafter(method)
     kv = pool_of(drafter)
@@ -92,14 +104,24 @@ def test_reused_slots_are_read_and_never_written(method: SpeculationMethod) -> N
     second[: shared + 1] = first[: shared + 1]
     writer = Sequenced(drafter, first, scattered_blocks(0))
     writer.propose()
-    before = [tensor[list(writer.blocks[:3])].clone() for tensor in (*kv.keys, *kv.values)]
     # The claim went a few tokens less deep than the shared blocks: those are recomputed, into the trash block.
     reader = Sequenced(drafter, second, writer.blocks[:3] + scattered_blocks(1), cursor=shared - 5, held=shared)
     drafts = reader.propose()
-    after = [tensor[list(writer.blocks[:3])] for tensor in (*kv.keys, *kv.values)]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert_slots_equal(kv, reader.blocks, reader.end, expected_kv(drafter, second))
     assert drafts == Sequenced(drafter, second, scattered_blocks(2)).propose()
+
+
+@methods
+def test_held_slots_are_never_written(method: SpeculationMethod) -> None:
+    """Not even with what they already hold: here they hold noise, and keep it."""
+    drafter = new_drafter(method)
+    kv = pool_of(drafter)
+    held = scattered_blocks(0)[:3]
+    before = [tensor[list(held)].clone() for tensor in (*kv.keys, *kv.values)]
+    tokens = list(prompts(1, 40, 60)[0])
+    Sequenced(drafter, tokens, scattered_blocks(0), cursor=3 * BLOCK_SIZE - 5, held=3 * BLOCK_SIZE).propose()
+    after = [tensor[list(held)] for tensor in (*kv.keys, *kv.values)]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 @methods
@@ -124,9 +146,23 @@ def test_drafting_stops_at_the_drafts_last_position(method: SpeculationMethod) -
     for room, count in ((0, 1), (1, 2), (2, 3), (5, 3)):
         drafter.shape = replace(drafter.shape, max_positions=end + room)
         assert Sequenced(drafter, tokens, scattered_blocks(1)).propose() == free[:count]
-    drafter.shape = replace(drafter.shape, max_positions=end - 1)
-    with pytest.raises(ValueError, match="the draft holds"):
-        Sequenced(drafter, tokens, scattered_blocks(1)).propose()
+
+
+@methods
+def test_nothing_is_written_or_drafted_past_the_drafts_last_position(method: SpeculationMethod) -> None:
+    """The target goes on alone, and the slots that the draft can't hold keep what they had."""
+    drafter = new_drafter(method)
+    kv = pool_of(drafter)
+    tokens = list(prompts(1, 40, 60)[0])
+    drafter.shape = replace(drafter.shape, max_positions=20)
+    sequence = Sequenced(drafter, tokens, scattered_blocks(0))
+    before = kv.read(0, sequence.blocks, 60)[0]
+    assert drafter.propose([sequence.task(end=15)]) == [()]
+    assert sequence.propose() == ()
+    assert_slots_equal(kv, sequence.blocks, 20, expected_kv(drafter, tokens))
+    assert torch.equal(kv.read(0, sequence.blocks, 60)[0][20:], before[20:])
+    sequence.tokens += [7, 8]
+    assert sequence.propose() == ()
 
 
 @methods
@@ -147,6 +183,44 @@ def test_tasks_that_break_the_contract_are_refused_before_anything_is_written(me
     assert all(torch.equal(a, b) for a, b in zip(before, (*kv.keys, *kv.values), strict=True))
 
 
+def test_a_draft_model_drafts_its_own_continuation() -> None:
+    """As transformers computes its logits, without a cache. Drawn hot, so that a small error in them shows."""
+    drafter = new_drafter(SpeculationMethod.DRAFT_MODEL, drafts=4)
+    plain = AutoModelForCausalLM.from_pretrained(TINY_DRAFT, dtype=torch.float32, local_files_only=True)
+    for i, ids in enumerate(prompts(5, 20, 60)):
+        known = list(ids)
+        with torch.inference_mode():
+            for _ in range(4):
+                known.append(drawn(plain(torch.tensor([known])).logits[0, -1:], len(known)))
+        drafts = Sequenced(drafter, list(ids), scattered_blocks(i), params=HOT).propose(4)
+        assert list(drafts) == known[len(ids) :]
+
+
+def test_an_eagle3_head_feeds_its_own_output_back() -> None:
+    """The chain equals one written out without paging: real pairs, then pairs of (last output, last draft)."""
+    drafter = new_drafter(SpeculationMethod.EAGLE3, drafts=4)
+    head = Eagle3Head.load(TINY_EAGLE3, target().model.get_input_embeddings().weight, torch.float32)
+
+    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+
+    for i, ids in enumerate(prompts(5, 20, 60)):
+        aux = states(drafter, ids)
+        assert aux is not None
+        known = list(ids)
+        with torch.inference_mode():
+            hidden = head.combine(aux[:-1])
+            for _ in range(4):
+                output = head(torch.tensor(known[1:]), hidden, torch.arange(len(known) - 1), attend)
+                logits = torch.full((1, 2048), -torch.inf)
+                logits[:, head.to_target_ids(torch.arange(head.config.draft_vocab_size))] = head.logits(output[-1:])
+                known.append(drawn(logits, len(known)))
+                hidden = torch.cat([hidden, output[-1:]])
+        drafts = Sequenced(drafter, list(ids), scattered_blocks(i), params=HOT).propose(4)
+        assert list(drafts) == known[len(ids) :]
+
+
 def test_hidden_states_must_cover_the_slots() -> None:
     drafter = new_drafter(SpeculationMethod.EAGLE3)
     task = Sequenced(drafter, list(prompts(1, 20, 60)[0]), scattered_blocks(0)).task(k=3)
@@ -160,8 +234,9 @@ def test_hidden_states_must_cover_the_slots() -> None:
     "params",
     [
         GREEDY,
-        SamplingParams(max_tokens=9, temperature=1.3),
-        SamplingParams(max_tokens=9, temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.3, min_tokens=4),
+        HOT,
+        SamplingParams(max_tokens=9, temperature=2.0, top_k=40, top_p=0.9, repetition_penalty=1.3, min_tokens=4),
+        SamplingParams(max_tokens=9, temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0),
     ],
 )
 def test_a_draft_equal_to_its_target_is_always_right(params: SamplingParams) -> None:
@@ -173,16 +248,11 @@ def test_a_draft_equal_to_its_target_is_always_right(params: SamplingParams) -> 
     tokens = list(prompts(1, 20, 60)[0])
     drafts = Sequenced(drafter, tokens, scattered_blocks(0), prompt=len(tokens) - 3, params=params).propose()
     prompt, output = tokens[:-3], tokens[-3:]
+    plain = AutoModelForCausalLM.from_pretrained(TINY_TARGET, dtype=torch.float32, local_files_only=True)
     for j, draft in enumerate(drafts):
         ids = torch.tensor([[*tokens, *drafts[:j]]])
         with torch.inference_mode():
-            logits = _plain_target()(ids).logits[0, -1:].float()
+            logits = plain(ids).logits[0, -1:].float()
         row = SampleRow(params, 11, len(tokens) + j, prompt, output, drafts[:j])
         assert Sampler(2048).sample(logits, [row]).tokens == (draft,)
     assert len(drafts) == 3
-
-
-def _plain_target() -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(TINY_TARGET, dtype=torch.float32, local_files_only=True)

@@ -100,6 +100,13 @@ def test_a_seed_gives_the_same_tokens_with_and_without_speculation(params: str, 
         assert (made > 0) == (drafter != "broken")
 
 
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_drafter_that_believes_what_the_target_does_is_always_right(params: str) -> None:
+    """It draws with the same parameters, penalties for its own drafts included, and the same clocks."""
+    _, made, accepted = speculate(PARAMS[params], 60, 8, TARGET, None, 2)
+    assert accepted == made > 0
+
+
 def test_the_distribution_is_the_targets() -> None:
     """Chi-square of 100,000 tokens, two for each request, against the exact joint distribution."""
     params = replace(HOT, temperature=0.8)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.speculation.lookahead import SpeculationMethod
 
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes are in tokens unless the name says otherwise.

@@ -57,7 +57,6 @@ class RequestOutput:
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], drafted: int) -> Taken:
         """Offer the tokens of one step (of which all but the last were drafted), and the number of drafts verified."""
-        self._count_step(len(tokens), drafted)
         pieces: list[str] = []
         finish = None
         taken = 0
@@ -68,18 +67,19 @@ class RequestOutput:
             finish = self._accept(token, pieces)
             if finish is not None:
                 break
+        self._count_step(min(taken, len(tokens) - 1), drafted)
         kept = tuple(entry for entry in logprobs[:taken] if entry is not None)
         asked = self.request.sampling.logprobs is not None
         return Taken(tuple(tokens[:taken]), kept if asked else None, "".join(pieces), finish)
 
-    def _count_step(self, yielded: int, drafted: int) -> None:
+    def _count_step(self, accepted: int, drafted: int) -> None:
         if self.first_token is None:
             self.first_token = time.perf_counter()
         self.decode_steps += 1
         if drafted:
             self.draft_steps += 1
             self.drafted += drafted
-            self.accepted += yielded - 1
+            self.accepted += accepted
 
     def _accept(self, token: int, pieces: list[str]) -> FinishReason | None:
         sampling = self.request.sampling

@@ -219,7 +219,8 @@ def option_names(model: type[BaseModel] = TandemConfig, prefix: str = "") -> Ite
 
 
 def _refuse_unknown_environment() -> None:
-    known = {ENV_PREFIX + name.replace(".", _NESTING).upper() for name in option_names()}
+    known = {"TANDEM_CACHE"}  # where the demo model is kept (`cluster.models.demo`); no option of the cluster
+    known |= {ENV_PREFIX + name.replace(".", _NESTING).upper() for name in option_names()}
     known |= {ENV_PREFIX + name.upper() for name in TandemConfig.model_fields}
     for variable in os.environ:
         if variable.startswith(ENV_PREFIX) and variable not in known:

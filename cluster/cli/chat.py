@@ -101,7 +101,9 @@ class _Conversation:
             self._console.print(f"error: {error}", style="red", markup=False)
         else:
             self._history = [*asked, {"role": "assistant", "content": text}]
-            self._console.print(f"\n{answer_line(Answer.of(text, completion))}", style="dim", markup=False)
+            self._console.print(
+                f"\n{answer_line(Answer.of(text, completion))}", style="dim", markup=False, soft_wrap=True
+            )
 
     def _show(self, piece: str) -> None:
         self._console.print(piece, end="", markup=False, soft_wrap=True)

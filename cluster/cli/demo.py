@@ -40,7 +40,7 @@ def demo(
     console = Console(highlight=False)
     with running_cluster(config, console) as cluster:
         answers = asyncio.run(_play(cluster.endpoint, console))
-        console.print(answers_table(answers))
+        console.print(answers_table(answers), new_line_start=True)
     if json_file:
         document = {"requests": [asdict(answer) for answer in answers]}
         json_file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -62,5 +62,5 @@ async def _play(endpoint: str, console: Console) -> list[Answer]:
             text, completion = await stream_answer(client, messages, show, temperature=0.0, max_tokens=MAX_TOKENS)
             so_far = [*messages, {"role": "assistant", "content": text}]
             answers.append(Answer.of(text, completion))
-            console.print(f"\n{answer_line(answers[-1])}", style="dim", markup=False)
+            console.print(f"\n{answer_line(answers[-1])}", style="dim", markup=False, soft_wrap=True)
     return answers

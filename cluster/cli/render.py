@@ -6,6 +6,7 @@ and what does not exist (no draft pool, no speculation) as a dash. Used by all c
 
 from collections.abc import Iterable, Sequence
 
+from rich import box
 from rich.panel import Panel
 from rich.table import Table
 
@@ -70,10 +71,9 @@ def answer_line(answer: Answer) -> str:
 
 def answers_table(answers: Sequence[Answer]) -> Table:
     """The demo's last word: one row for each request."""
-    table = Table(title="reused = prompt tokens whose KV was there already", title_justify="left", title_style="dim")
-    table.add_column("request")
-    table.add_column("worker")
-    for name in ("prompt tokens", "reused target", "reused draft", "reused joint", "tokens/step", "TTFT s", "tokens/s"):
+    caption = "Tokens of the prompt, and those reused from either pool and from both"
+    table = Table("", "worker", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    for name in ("prompt", "target", "draft", "joint", "tokens/step", "TTFT s", "tokens/s"):
         table.add_column(name, justify="right")
     for number, answer in enumerate(answers, 1):
         reused = (str(answer.reused_target), str(answer.reused_draft), str(answer.reused_joint))

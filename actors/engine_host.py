@@ -47,13 +47,16 @@ class EngineHost:
     def __init__(self, engine: Engine, worker_id: str, epoch: int, model_name: str) -> None:
         self._engine, self._worker_id, self._epoch, self._model_name = engine, worker_id, epoch, model_name
         self._loop = _NotingLoop(engine, self._after_step)
-        self._listener: ChangesListener | None = None
+        self._on_changes: ChangesListener = lambda changes: None
+        self._on_load: Callable[[], None] = lambda: None
+        self._last_load = (0, 0, 0)
         service = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
         self._server = RpcServer({service: WorkerService(self._loop, epoch, self._describe)}, ServerOptions())
 
-    def listen(self, listener: ChangesListener) -> None:
-        """Has `listener` called, on the engine's thread, with what changes in the pools from now on."""
-        self._listener = listener
+    def listen(self, on_changes: ChangesListener, on_load: Callable[[], None]) -> None:
+        """Has the listeners called, on the engine's thread: with what changes in the pools from now on, and when
+        requests have come or gone."""
+        self._on_changes, self._on_load = on_changes, on_load
 
     async def start(self) -> WorkerInfo:
         """Starts the engine's thread and the service."""
@@ -79,15 +82,15 @@ class EngineHost:
 
     async def snapshot(self) -> None:
         """Has the listener called with everything that the pools hold."""
-        await self._loop.call(lambda engine: self._tell(engine.snapshot()))
+        await self._loop.call(lambda engine: self._on_changes(engine.snapshot()))
 
     def _after_step(self, engine: Engine) -> None:
-        if self._listener is not None:
-            self._tell(engine.drain_changes())
-
-    def _tell(self, changes: FrontierChanges) -> None:
-        if self._listener is not None:
-            self._listener(changes)
+        self._on_changes(engine.drain_changes())
+        stats = self._loop.stats()
+        load = stats.running, stats.waiting, stats.finished_requests
+        if load != self._last_load:
+            self._last_load = load
+            self._on_load()
 
     def _info(self, address: str) -> WorkerInfo:
         parts, config = self._engine.parts, self._engine.config
@@ -131,10 +134,11 @@ class _NotingLoop(EngineLoop):
         self._started: list[tuple[str, EngineStats]] = []
 
     async def submit(self, request: EngineRequest) -> RequestStream:
+        before = self.stats()
         try:
             return await super().submit(request)
         finally:
-            self._started.append((request.request_id, self.stats()))
+            self._started.append((request.request_id, before))
 
     def take_started(self, stats: EngineStats) -> tuple[str, ...]:
         """The requests that came in before the step that `stats` is of."""

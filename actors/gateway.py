@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -17,6 +18,7 @@ import ray
 from actors.handles import SchedulerClient
 from actors.member import Loaded
 from cluster.errors import ConfigError, TandemError
+from cluster.gateway.auth import Tenants
 from cluster.gateway.served import ServedModel
 from cluster.gateway.server import GatewayServer
 from cluster.observe.logging import event, setup
@@ -35,6 +37,8 @@ class GatewayOptions:
     """Folder of the target model, for its tokenizer."""
     draft: str | None = None
     """Name of the draft model, for clients."""
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """Separates the reusable KV of tenants; the same for every life of the gateway, or they would find nothing again."""
     log_level: str = "info"
 
 
@@ -53,7 +57,9 @@ class GatewayActor:
         options, port = self._options, self._options.port
         if self._endpoint is not None:
             port = int(self._endpoint.rpartition(":")[2])
-        self._server = GatewayServer(served, SchedulerClient(), options=ServerOptions(host=options.host, port=port))
+        self._server = GatewayServer(
+            served, SchedulerClient(), Tenants(secret=options.secret), ServerOptions(host=options.host, port=port)
+        )
         try:
             endpoint = await self._server.start()
         except OSError:

@@ -1,9 +1,10 @@
 """A worker's news to the scheduler: heartbeats, and numbered reports of what its pools hold.
 
-Invariants: reports are numbered and sent in the order in which the pools changed, one at a time; heartbeats go out in regular
-intervals, whatever the engine and the reports are doing, and say which report was the last. A report that can't be
+Invariants: reports are numbered and sent in the order in which the pools changed, one at a time; heartbeats go out in
+regular intervals, whatever the engine and the reports are doing, sooner when the load changed, and say which report was
+the last. A report that can't be
 delivered is not kept: the gap in the numbers makes the scheduler ask for a snapshot. Used by the worker actor, on its
-asyncio loop; only `collect` is called on the engine's thread.
+asyncio loop; only `collect` and `load_changed` are called on the engine's thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from actors.handles import SchedulerClient
 from cluster.core.frontier import FrontierReport
@@ -21,7 +23,7 @@ from cluster.routing.types import WorkerInfo, WorkerLoad
 HEARTBEAT_S = 0.5
 _MAX_UNSENT = 1024
 _PAUSE_S = 0.02
-"""Between two reports: steps that follow each other closely are told together."""
+"""At least, between two messages of a kind: steps that follow each other closely are told together."""
 
 
 class Reporting:
@@ -41,6 +43,7 @@ class Reporting:
         self._numbers = FrontierReporter(info.worker_id, info.epoch)
         self._unsent: deque[FrontierChanges] = deque()
         self._news = asyncio.Event()
+        self._load_news = asyncio.Event()
         self._home = asyncio.get_running_loop()
         self._snapshot_wanted = False
 
@@ -49,6 +52,10 @@ class Reporting:
         if changes.stored or changes.removed or changes.complete:
             self._unsent.append(changes)
             self._home.call_soon_threadsafe(self._news.set)
+
+    def load_changed(self) -> None:
+        """Has the next heartbeat sent soon. May be called from any thread."""
+        self._home.call_soon_threadsafe(self._load_news.set)
 
     async def run(self) -> None:
         """Registers and reports until cancelled. Raises what the scheduler refuses the worker with."""
@@ -61,7 +68,10 @@ class Reporting:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._load_news.wait()
+            self._load_news.clear()
             try:
                 reply = await self._scheduler.heartbeat(
                     self._info.worker_id, self._info.epoch, self._load(self._numbers.seq)
@@ -71,7 +81,8 @@ class Reporting:
                 if reply.want_snapshot:
                     self._want_snapshot()
             except Unavailable:
-                continue  # it is restarting, and will ask for what it missed
+                pass  # it is restarting, and will ask for what it missed
+            await asyncio.sleep(_PAUSE_S)
 
     async def _send_reports(self) -> None:
         while True:

@@ -45,6 +45,8 @@ class RayRuntime:
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": str(self._token),
                 "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_COLOR_PREFIX": "0",
+                "RAY_DEDUP_LOGS": "0",
                 # A busy machine takes longer than Ray's 15 s to start the agent, and the raylet would abort.
                 "RAY_agent_register_timeout_ms": "120000",
             }

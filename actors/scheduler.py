@@ -53,6 +53,8 @@ class SchedulerActor:
         self._options = options
         self._router = Router(options.limits, options.costs, random.Random())
         self._directory = Directory(options.redis_url, options.schema, lease_s=options.limits.lease_s)
+        self._loaded = asyncio.Event()
+        self._grace_ends = 0.0
         self._announced: set[str] = set()
         self._flushed: set[str] = set()
         """Workers whose anchors the directory lost: they are to send everything again."""
@@ -68,6 +70,8 @@ class SchedulerActor:
             known = []
         for info in known:
             self._register(info, last_seq=1)
+        self._grace_ends = time.monotonic() + self._options.limits.lease_s
+        self._loaded.set()
         logger.info(event("scheduler_ready", pid=os.getpid(), workers_known=len(known)))
         return Loaded(os.getpid())
 
@@ -123,8 +127,14 @@ class SchedulerActor:
     # ---------------------------------------------------------------- requests
 
     async def dispatch(self, query: DispatchQuery) -> Placement | Refusal:
-        hints = await self._hints(query) if self._router.incomplete(query.model) else None
-        return self._router.dispatch(query, time.monotonic(), hints)
+        """Places a request. A scheduler that has just started lets it wait for the workers to register again."""
+        await self._loaded.wait()
+        while True:
+            hints = await self._hints(query) if self._router.incomplete(query.model) else None
+            answer = self._router.dispatch(query, time.monotonic(), hints)
+            if isinstance(answer, Placement) or answer.saturated or time.monotonic() > self._grace_ends:
+                return answer
+            await asyncio.sleep(_TICK_S / 2)
 
     async def state(self) -> ClusterState:
         return ClusterState(tuple(self._router.status(time.monotonic())), self._directory.up)

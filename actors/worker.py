@@ -52,7 +52,7 @@ class WorkerActor:
         self._host = EngineHost(engine, options.worker_id, self._epoch, options.model_name)
         info = await self._host.start()
         self._reporting = Reporting(info, SchedulerClient(), self._host.load, self._host.snapshot)
-        self._host.listen(self._reporting.collect)
+        self._host.listen(self._reporting.collect, self._reporting.load_changed)
         took_s = time.monotonic() - began
         logger.info(event("worker_ready", worker=info.worker_id, epoch=info.epoch, address=info.address, took_s=took_s))
         return Loaded(os.getpid(), worker=info)

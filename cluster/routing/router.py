@@ -31,7 +31,7 @@ _NOTHING = Depth(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
-    lease_s: float = 3.0
+    lease_s: float = 5.0
     """A worker that has not been heard of for this long is dead."""
     reservation_s: float = 2.0
     max_blocks: int = 2_000_000

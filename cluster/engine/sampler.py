@@ -72,11 +72,12 @@ class Sampler:
         logits = logits[:, : self.vocab_size]
         best, greedy = logits.max(dim=-1)
         finite = torch.isfinite(best).tolist()  # max() hands on NaN and +inf; a few -inf are a model's own mask
-        tokens: list[int | None] = []
-        for i, (row, token, usable) in enumerate(zip(rows, greedy.tolist(), finite, strict=True)):
-            if usable and (row.params.temperature > 0 or needs_history(row.params)):
-                token = self._choose(logits[i].cpu().numpy(), row)
-            tokens.append(token if usable else None)
+        tokens = [token if usable else None for token, usable in zip(greedy.tolist(), finite, strict=True)]
+        others = [
+            i for i, row in enumerate(rows) if finite[i] and (row.params.temperature > 0 or needs_history(row.params))
+        ]
+        for i, scores in zip(others, logits[others].cpu().numpy(), strict=True):
+            tokens[i] = self._choose(scores, rows[i])
         logprobs = tuple(
             None if token is None or row.params.logprobs is None else _logprobs(logits[i], token, row.params.logprobs)
             for i, (row, token) in enumerate(zip(rows, tokens, strict=True))

@@ -104,7 +104,7 @@ class RowPlan:
         if not self.needs_logits:
             return 0
         known = self.known + num_new
-        if self.draft_start is not None and self.draft_end(num_new) < self.shape.real_slots(known):
+        if self.draft_start is not None and self.draft_end(num_new) + (self.shape.span or 0) != known:
             return 0
         # Whatever is drafted, the target adds one more token of its own.
         return self.shape.drafts_for(known, min(self.next_drafts, self.room - num_new - 1))

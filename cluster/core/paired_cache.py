@@ -23,6 +23,7 @@ from cluster.core.holding import BlockCopy, Holding
 from cluster.core.invariants import check_pools
 from cluster.core.keys import KeyStream, ReuseScope, TokenBuffer
 from cluster.core.ledger import FrontierChanges, FrontierLedger
+from cluster.core.prefix_tree import PrefixTree
 from cluster.core.runs import Run
 
 __all__ = [
@@ -96,7 +97,10 @@ class PairedCache:
         names = [name for name in self.pools if use_draft or name != DRAFT]
         streams = {name: KeyStream(self.scope(name, tenant_salt=tenant_salt, lora=lora), buffer) for name in names}
         raw = streams[TARGET] if self._reports else None
-        holdings = {name: Holding(self.pools[name], streams[name], raw, reuse, weight) for name in names}
+        holdings = {
+            name: Holding(self.pools[name], streams[name], raw if name in (TARGET, DRAFT) else None, reuse, weight)
+            for name in names
+        }
         handle = CacheHandle(request_id, buffer, holdings)
         self._handles[id(handle)] = handle
         return handle
@@ -244,11 +248,14 @@ class PairedCache:
 
     def changes(self) -> FrontierChanges:
         """What was published and evicted since the last call, by raw block key."""
-        return self._ledger.changes([pool.tree for pool in self.pools.values()])
+        return self._ledger.changes(self._reported_trees())
 
     def snapshot(self) -> FrontierChanges:
         """All that is published, by raw block key."""
-        return self._ledger.everything([pool.tree for pool in self.pools.values()])
+        return self._ledger.everything(self._reported_trees())
+
+    def _reported_trees(self) -> list[PrefixTree]:
+        return [pool.tree for name, pool in self.pools.items() if name in (TARGET, DRAFT)]
 
     def check(self) -> None:
         """Raises RuntimeError if an invariant is broken. For tests and audits: the cost is that of looking at all."""

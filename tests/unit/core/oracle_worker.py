@@ -1,0 +1,122 @@
+"""A worker without a model: carries out the plans of an `Admission` on oracle tensors.
+
+The "model" continues a text by a fixed function of all its tokens, its drafter guesses right at random. Everything else is what
+the engine does: copies, target rows with drafts, draft slots with real inputs, scratch slots, verification, completion.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from cluster.core.admission import Admission
+from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
+from cluster.core.handle import Coupling
+from cluster.core.paired_cache import PairedCache
+from cluster.core.request import FinishReason, Request, RequestStatus
+from cluster.core.sampling import SamplingParams
+from tests.unit.core.oracle import OracleTensors
+
+VOCABULARY = 3
+
+
+def continuation(tokens: Sequence[int]) -> int:
+    """The model: the token that follows these."""
+    return hash(tuple(tokens)) % VOCABULARY
+
+
+def reference(prompt: Sequence[int], count: int) -> list[int]:
+    """What a request must get, however it is scheduled."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(continuation(tokens))
+    return tokens[len(prompt) :]
+
+
+def make_request(name: str, prompt: Sequence[int], max_tokens: int, **options: object) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens), **options)  # type: ignore[arg-type]
+
+
+class OracleWorker:
+    """`guess` is the probability that a drafted token is right."""
+
+    def __init__(
+        self, cache: PairedCache, limits: AdmissionLimits, shape: DraftShape, rng: random.Random, guess: float = 0.6
+    ) -> None:
+        self.oracle = OracleTensors(cache)
+        self.admission = Admission(cache, limits, shape)
+        self.rng = rng
+        self.guess = guess
+        self.plans: list[StepPlan] = []
+
+    def step(self, now: float = 0.0) -> StepPlan:
+        """Plans one step and runs all of it."""
+        plan = self.admission.plan(now)
+        self.plans.append(plan)
+        self.run(plan)
+        return plan
+
+    def run(self, plan: StepPlan) -> None:
+        self.oracle.copy(plan.copies)
+        for row in plan.rows:
+            if row.request.status is RequestStatus.RUNNING:
+                self._forward(row)
+        for row in plan.rows:
+            if row.request.status is RequestStatus.RUNNING:
+                self._verify_and_draft(row)
+
+    def drain(self, most: int) -> int:
+        """Steps until nothing is left to do; fails after `most`."""
+        for count in range(most):
+            if not self.admission.has_work():
+                return count
+            plan = self.step()
+            assert plan.rows, "there is work, but nothing runs"
+        raise AssertionError(f"not done after {most} steps")
+
+    def _forward(self, row: RowPlan) -> None:
+        request, handle = row.request, row.request.handle
+        assert handle is not None
+        self.oracle.check_handle(handle)
+        known = [*request.prompt, *request.output]
+        assert row.start <= handle.cursor("target") or row.start == 0
+        assert list(row.tokens) == known[row.start : row.start + row.num_known] + list(row.tokens[row.num_known :])
+        context = known[: row.start] + list(row.tokens)
+        self.oracle.write(handle, "target", row.start, row.target_end, context)
+
+    def _verify_and_draft(self, row: RowPlan) -> None:
+        request, handle = row.request, row.request.handle
+        assert handle is not None
+        known = [*request.prompt, *request.output]
+        new = self._verify(known, row.tokens[row.num_known :]) if row.needs_logits else []
+        tokens = known + new
+        wanted = row.drafts_after(len(new))
+        computed = 0
+        if row.draft_start is not None:
+            end = row.draft_end(len(new))
+            computed = end - row.draft_start
+            span = self.admission.shape.span or 0
+            assert not computed or end + span <= len(tokens)
+            assert not wanted or end + span == len(tokens)
+            if self.admission.shape.coupling is Coupling.JOINT:
+                assert row.start <= row.draft_start and end <= row.target_end, "hidden states that weren't computed"
+            self.oracle.write(handle, "draft", row.draft_start, end, tokens)
+            self.oracle.write(handle, "draft", end, end + max(0, wanted - 1), ())
+        self.admission.complete(row, new, computed, self._draft(tokens, wanted))
+        if len(request.output) >= request.sampling.max_tokens:
+            self.admission.finish(request, FinishReason.LENGTH)
+
+    def _verify(self, known: list[int], drafts: Sequence[int]) -> list[int]:
+        new: list[int] = []
+        for draft in drafts:
+            new.append(continuation(known + new))
+            if new[-1] != draft:
+                return new
+        return [*new, continuation(known + new)]
+
+    def _draft(self, tokens: list[int], count: int) -> tuple[int, ...]:
+        drafts: list[int] = []
+        for _ in range(count):
+            right = self.rng.random() < self.guess
+            drafts.append(continuation(tokens + drafts) if right else self.rng.randrange(VOCABULARY))
+        return tuple(drafts)

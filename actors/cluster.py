@@ -1,7 +1,7 @@
 """A whole Tandem cluster on this machine: Redis, Ray, scheduler, workers and gateway, started and stopped as one.
 
-Invariant: after `start_cluster` has failed or was interrupted, and after `RunningCluster.stop`, no process and no socket
-file of it is left. Called by `tandem serve`, `tandem demo` and tests.
+Invariant: after `start_cluster` has failed or was interrupted, and after `RunningCluster.stop`, no process and no
+socket file of it is left. Called by `tandem serve`, `tandem demo` and tests.
 """
 
 from __future__ import annotations

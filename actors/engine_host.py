@@ -1,7 +1,7 @@
 """The engine of one worker with its gRPC service: what `actors.worker` runs, without Ray.
 
-Owns the way from engine to outside: requests come in over gRPC, changes of the pools go to a listener, load figures are read
-from the latest step. Imports torch, so that only workers import it.
+Owns the way from engine to outside: requests come in over gRPC, changes of the pools go to a listener, load figures
+are read from the latest step. Imports torch, so that only workers import it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class GatewayOptions:
     draft: str | None = None
     """Name of the draft model, for clients."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """Separates the reusable KV of tenants; the same for every life of the gateway, or they would find nothing again."""
+    """Separates the reusable KV of tenants; the same for every life of the gateway, or they would find nothing
+    again."""
     log_level: str = "info"
 
 

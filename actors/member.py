@@ -1,9 +1,9 @@
 """One supervised process: an actor that first loads, then runs until it dies, and is started again.
 
-Every actor of the project has the same two methods: `load()` prepares it and returns `Loaded`, or the `TandemError` that
-stands in the way (as a value, for an exception would arrive wrapped in Ray's); `run()` ends only when the actor does.
-Invariant: a member has at most one living actor, and exactly one pending call to it: `load` while LOADING, `run` while RUNNING.
-Owned by `actors.supervisor`, on one thread at a time.
+Every actor of the project has the same two methods: `load()` prepares it and returns `Loaded`, or the `TandemError`
+that stands in the way (as a value, for an exception would arrive wrapped in Ray's); `run()` ends only when the actor
+does. Invariant: a member has at most one living actor, and exactly one pending call to it: `load` while LOADING,
+`run` while RUNNING. Owned by `actors.supervisor`, on one thread at a time.
 """
 
 from __future__ import annotations

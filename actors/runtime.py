@@ -26,7 +26,8 @@ _STOP_LIMIT_S = 20.0
 
 
 class RayRuntime:
-    """One Ray instance with a directory and a token of its own. `stop` may be called at any time, any number of times."""
+    """One Ray instance with a directory and a token of its own. `stop` may be called at any time, any number of
+    times."""
 
     def __init__(self) -> None:
         # Short, because Ray puts Unix sockets deep below it and their paths are limited to about 100 bytes.
@@ -110,7 +111,8 @@ class RayRuntime:
 
 
 def _reread_environment() -> None:
-    # Ray reads its settings and its token once per process, when it is imported; there is no public way to tell it again.
+    # Ray reads its settings and its token once per process, when it is imported; there is no public way to tell it
+    # again.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 

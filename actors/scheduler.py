@@ -1,9 +1,9 @@
 """The scheduler's process: the router behind Ray calls, and its copy in the directory.
 
-Owns the clock and the background work; every decision is `cluster.routing.router`'s. Invariants: requests and reports are
-handled on one asyncio loop, each in one synchronous step; the directory is written in the background and read, within
-20 ms, only while the router's own picture has gaps. Created and watched by `actors.supervisor`; loses nothing that it can't
-get back from the workers.
+Owns the clock and the background work; every decision is `cluster.routing.router`'s. Invariants: requests and reports
+are handled on one asyncio loop, each in one synchronous step; the directory is written in the background and read,
+within 20 ms, only while the router's own picture has gaps. Created and watched by `actors.supervisor`; loses nothing
+that it can't get back from the workers.
 """
 
 from __future__ import annotations

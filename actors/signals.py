@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM around the start and the stop of a cluster.
 
 Invariant: a signal during `Interrupts` is never lost, although Python may raise it where exceptions are dropped (a
-finalizer, a fork hook); a signal during `uninterrupted` does nothing. Outside the main thread, which alone gets signals,
-both do nothing. Used by `actors.cluster`.
+finalizer, a fork hook); a signal during `uninterrupted` does nothing. Outside the main thread, which alone gets
+signals, both do nothing. Used by `actors.cluster`.
 """
 
 import signal

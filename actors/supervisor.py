@@ -1,8 +1,8 @@
 """Creates the cluster's actors, watches them, and starts those again that died.
 
 Invariant: after `start`, every member is running or on its way back, until `stop`; a dead worker is reported to the
-scheduler before its replacement starts. All members are driven by one loop over their pending calls: by the caller's thread
-during `start`, by a thread of the supervisor's own afterwards.
+scheduler before its replacement starts. All members are driven by one loop over their pending calls: by the caller's
+thread during `start`, by a thread of the supervisor's own afterwards.
 """
 
 from __future__ import annotations

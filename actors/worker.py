@@ -1,7 +1,7 @@
 """A worker's process: one engine with its pools and gRPC service, known to the scheduler.
 
-Invariant: each life of a worker has an epoch of its own, larger than those before. Tokens go from here to the gateway over
-gRPC and never through Ray. Created and watched by `actors.supervisor`.
+Invariant: each life of a worker has an epoch of its own, larger than those before. Tokens go from here to the gateway
+over gRPC and never through Ray. Created and watched by `actors.supervisor`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Invariant: the server, its socket and its directory never outlive the process that started it, however that process
 ends. A small shell guardian waits for its standard input to close, which the kernel does when the parent dies, and
-then stops the server and removes the directory. Until then it replaces a server that died. Started by `actors.cluster` and by tests.
+then stops the server and removes the directory. Until then it replaces a server that died. Started by
+`actors.cluster` and by tests.
 """
 
 import os

@@ -11,7 +11,7 @@ from actors.cluster import RunningCluster
 from actors.supervisor import MemberStatus
 from cluster.errors import Unavailable
 from cluster.rpc.client import TandemClient
-from tests.support.cluster import ask, collect, eventually, fresh_prompt, is_healthy, settled, worker_state
+from tests.support.cluster import ask, eventually, fresh_prompt, is_healthy, settled, worker_state
 
 pytestmark = pytest.mark.ray
 
@@ -88,9 +88,7 @@ async def test_streams_outlive_the_scheduler_and_its_successor_knows_what_it_kne
 
     await eventually(lambda: is_healthy(running_cluster), "the scheduler is replaced")
     await eventually(
-        lambda: all(
-            status.blocks_known >= known[status.info.worker_id] for status in running_cluster.state().workers
-        ),
+        lambda: all(status.blocks_known >= known[status.info.worker_id] for status in running_cluster.state().workers),
         "the new scheduler has the workers' snapshots",
     )
     await settled(running_cluster)

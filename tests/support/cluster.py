@@ -1,7 +1,7 @@
 """One real cluster for all tests that need one: Ray, Redis, a scheduler, two workers with the tiny model, a gateway.
 
-Invariant: started at most once in a session, and every test that breaks something waits until it has healed. Tests use the
-fixture `running_cluster`, which tests/conftest.py makes known.
+Invariant: started at most once in a session, and every test that breaks something waits until it has healed. Tests
+use the fixture `running_cluster`, which tests/conftest.py makes known.
 """
 
 from __future__ import annotations

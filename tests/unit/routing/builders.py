@@ -21,7 +21,8 @@ def chain(*names: str | int) -> tuple[bytes, ...]:
 
 
 def states(keys: Sequence[bytes], target: int | None = None, draft: int = 0) -> tuple[BlockState, ...]:
-    """The chain's blocks, the first `target` (all, if None) of them in the target pool and `draft` in the draft pool."""
+    """The chain's blocks, the first `target` (all, if None) of them in the target pool and `draft` in the draft
+    pool."""
     target = len(keys) if target is None else target
     return tuple(
         BlockState(key, keys[depth - 1] if depth else None, depth, target=depth < target, draft=depth < draft)

@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import ray
@@ -81,13 +82,12 @@ class SchedulerActor:
         while True:
             for info in self._router.expire(time.monotonic()):
                 await self._forget(info.worker_id, info.epoch, "lease_expired")
-            try:
+            # While the directory is down, the breaker says so; what was not written follows with later reports.
+            with suppress(DirectoryDown):
                 if time.monotonic() >= announce_at:
                     announce_at = time.monotonic() + self._options.limits.lease_s / 3
                     await self._announce()
                 await self._write_anchors()
-            except DirectoryDown:
-                pass  # the breaker has logged it; whatever was not written follows with later reports
             await asyncio.sleep(_TICK_S)
 
     async def stage(self) -> str:
@@ -164,10 +164,8 @@ class SchedulerActor:
     async def _forget(self, worker_id: str, epoch: int, reason: str) -> None:
         logger.warning(event("worker_lost", worker=worker_id, epoch=epoch, reason=reason))
         self._announced.discard(worker_id)
-        try:
+        with suppress(DirectoryDown):  # if it stays there, its lease ends by itself
             await self._directory.forget(worker_id)
-        except DirectoryDown:
-            pass  # its lease ends by itself
 
     def _note_anchors(self, report: FrontierReport) -> None:
         for state in report.stored:

@@ -165,8 +165,8 @@ def check_url(url: SecretStr) -> None:
         ) from None
     except (AuthenticationError, AuthorizationError, NoPermissionError, ResponseError):
         raise ConfigError(
-            "cluster.redis_url names a Redis that refuses its user or password: correct them in
-            TANDEM_CLUSTER__REDIS_URL."
+            "cluster.redis_url names a Redis that refuses its user or password: "
+            "correct them in TANDEM_CLUSTER__REDIS_URL."
         ) from None
     except (RedisError, OSError) as error:
         logger.warning("event=directory_down error=%s", type(error).__name__)

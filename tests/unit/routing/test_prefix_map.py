@@ -1,5 +1,8 @@
 """The prefix map against a plain model of sets, its cap, and its workers' comings and goings."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,36 +89,41 @@ ACTION = st.one_of(
 )
 
 
+class PlainMap:
+    """What the map should say, as sets: worker -> (target blocks, draft blocks)."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[set[bytes], set[bytes]]] = {}
+
+    def store(self, name: str, path: Sequence[bytes], target: int, draft: int) -> None:
+        for pool, depth in zip(self.held.setdefault(name, (set(), set())), (target, draft), strict=True):
+            reported = set(path[: max(target, draft)])
+            pool -= reported
+            pool |= reported & set(path[:depth])
+
+    def holders(self, key: bytes) -> dict[str, tuple[bool, bool]]:
+        return {name: (key in t, key in d) for name, (t, d) in self.held.items() if key in t | d}
+
+
 @given(st.lists(ACTION, max_size=40))
-def test_any_history_agrees_with_a_plain_model(actions: list[tuple]) -> None:
-    prefixes = PrefixMap()
-    held: dict[str, tuple[set[bytes], set[bytes]]] = {}
+def test_any_history_agrees_with_a_plain_model(actions: list[tuple[Any, ...]]) -> None:
+    prefixes, plain = PrefixMap(), PlainMap()
     for action in actions:
         match action:
             case "store", name, path, target, draft:
-                if name not in held:
+                if name not in plain.held:
                     prefixes.reset(name)
-                    held[name] = (set(), set())
-                # A report states the whole truth of each of its blocks; a real one is contiguous from the root.
-                longest = max(target, draft)
-                prefixes.store(name, states(path, max(target, 1), min(draft, longest)))
-                for depth, key in enumerate(path):
-                    if depth < max(target, 1, draft):
-                        (held[name][0].add if depth < max(target, 1) else held[name][0].discard)(key)
-                        (held[name][1].add if depth < draft else held[name][1].discard)(key)
+                prefixes.store(name, states(path, target, draft))
+                plain.store(name, path, target, draft)
             case "drop", name:
                 prefixes.drop(name)
-                held.pop(name, None)
+                plain.held.pop(name, None)
             case "sweep", budget:
                 prefixes.sweep(budget)
-    for path in PATHS:
-        for key in path:
-            expected = {
-                name: (key in target, key in draft) for name, (target, draft) in held.items() if key in target | draft
-            }
-            assert prefixes.holders(key) == expected
-    for name in held:
-        assert prefixes.blocks_of(name) == len(held[name][0])
+    for key in {key for path in PATHS for key in path}:
+        assert prefixes.holders(key) == plain.holders(key)
+    for name, (target, _) in plain.held.items():
+        assert prefixes.blocks_of(name) == len(target)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=12), st.integers(0, 40))

@@ -123,7 +123,7 @@ class Generation:
             placement = await self._place(job, worker_request_id, excluded)
             relay = Relay(job.request_id, placement.worker_id, job.arrived)
             try:
-                async with aclosing(self._stream(job, placement, worker_request_id, active)) as messages:
+                async with aclosing(self._stream(job, placement, worker_request_id, active, relay)) as messages:
                     async for message in messages:
                         for response in relay.responses(message):
                             yield response
@@ -158,7 +158,7 @@ class Generation:
         raise Unavailable(answer.reason)
 
     async def _stream(
-        self, job: Job, placement: Placement, worker_request_id: str, active: ActiveRequest
+        self, job: Job, placement: Placement, worker_request_id: str, active: ActiveRequest, relay: Relay
     ) -> AsyncGenerator[worker_pb2.GenerateResponse, None]:
         """The worker's messages but the first, by which it says that it has the request."""
         request = worker_pb2.GenerateRequest(
@@ -174,6 +174,7 @@ class Generation:
         timeout_s = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
         async with aclosing(self._workers.generate(placement, request, timeout_s)) as messages:
             await anext(messages)
+            relay.accepted()
             async with active.held_by(lambda: self._workers.cancel(placement, worker_request_id)):
                 async for message in messages:
                     yield message

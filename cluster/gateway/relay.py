@@ -15,8 +15,13 @@ class Relay:
 
     def __init__(self, request_id: str, worker_id: str, arrived: float) -> None:
         self._request_id, self._worker_id, self._arrived = request_id, worker_id, arrived
+        self._accepted: float | None = None
         self._first_token: float | None = None
         self.position = 0
+
+    def accepted(self) -> None:
+        """The worker has the request now."""
+        self._accepted = time.monotonic()
 
     def responses(self, message: worker_pb2.GenerateResponse) -> list[tandem_pb2.GenerateResponse]:
         """The delta and the completion in `message`, where it has them."""
@@ -41,6 +46,7 @@ class Relay:
     def _completion(self, completion: tandem_pb2.Completion) -> tandem_pb2.Completion:
         now = time.monotonic()
         completion.worker_id = self._worker_id
+        completion.timings.queue_s = (self._accepted or now) - self._arrived
         completion.timings.time_to_first_token_s = (self._first_token or now) - self._arrived
         completion.timings.total_s = now - self._arrived
         return completion

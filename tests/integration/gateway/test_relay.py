@@ -55,7 +55,7 @@ async def test_deltas_and_completion_come_through() -> None:
         tokens, text, last = await collect(stack.client.generate([3, 4, 5], max_tokens=7, temperature=0))
         assert (tokens, text) == ([10, 11, 12], "Hello, world")
         assert (last.worker_id, last.usage.prompt_tokens) == ("worker-0", 3)
-        assert 0 < last.timings.time_to_first_token_s <= last.timings.total_s
+        assert 0 < last.timings.queue_s <= last.timings.time_to_first_token_s <= last.timings.total_s
         (request,) = worker.requests
         assert (list(request.prompt), request.sampling.max_tokens) == ([3, 4, 5], 7)
         assert request.sampling.HasField("seed")

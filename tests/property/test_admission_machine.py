@@ -1,4 +1,5 @@
-"""Random traffic through admission: whatever the pools, priorities, cancels and failures, every request ends with its own tokens."""
+"""Random traffic through admission: whatever the pools, priorities, cancels and failures, every request ends with its
+own tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from cluster.core.paired_cache import PairedCache, PoolSpec
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.errors import CapacityExceeded, PromptTooLarge
 from tests.property.budget import steps
+from tests.unit.core.oracle import OracleTensors
 from tests.unit.core.oracle_worker import OracleWorker, make_request, reference
 
 MODES = (
@@ -55,7 +57,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.cache = PairedCache(PoolSpec("target", sizes[0], blocks[0]), draft, coupling)
         limits = AdmissionLimits(batch, budget, chunk, max_queue=6, max_len=200, aging=10)
         self.worker = OracleWorker(
-            self.cache, limits, DraftShape(coupling, span, drafts, positions), random.Random(seed)
+            OracleTensors(self.cache), limits, DraftShape(coupling, span, drafts, positions), random.Random(seed)
         )
         self.admission = self.worker.admission
         self.requests: list[Request] = []

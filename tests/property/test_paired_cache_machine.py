@@ -1,8 +1,7 @@
 """Random lives of requests on paired pools, checked against the token oracle after every step.
 
-Prompts come from a small alphabet and from each other, so that they fork everywhere, block ends included. Pools range from too
-small to roomy, allocations fail at random, requests are cancelled, suspended and resumed at any point.
-"""
+Prompts come from a small alphabet and from each other, so that they fork everywhere, block ends included. Pools range
+from too small to roomy, allocations fail at random, requests are cancelled, suspended and resumed at any point."""
 
 from __future__ import annotations
 
@@ -123,7 +122,9 @@ class PairedCacheMachine(RuleBasedStateMachine):
     def decode(self, which: int, drafts: int, accepted: int, fail: int) -> None:
         request = self.live[which % len(self.live)]
         if request.handle.cursor("target") >= len(request.tokens) - 1:
-            self._grow(request, fail, lambda: request.decode(drafts, min(drafts, accepted), scratch=self.rng.randrange(4)))
+            self._grow(
+                request, fail, lambda: request.decode(drafts, min(drafts, accepted), scratch=self.rng.randrange(4))
+            )
 
     def _grow(self, request: Sequencer, fail: int, step: Any) -> None:
         before = self.cache.meters(), [list(each.table) for each in request.handle.holdings.values()]

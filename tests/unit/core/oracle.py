@@ -1,19 +1,20 @@
 """The token oracle: pools whose KV cells hold the very tokens that they were computed from.
 
-The KV of position i in a pool of span D is a function of tokens 0..i+D, so a cell of the oracle holds exactly these tokens.
-`OracleTensors` carries out copies and writes as an engine would, with garbage where an engine leaves garbage. Then every
-cell that may be read can be compared with what it ought to be; this uncovers almost any mistake in sharing.
-"""
+The KV of position i in a pool of span D is a function of tokens 0..i+D, so a cell of the oracle holds exactly these
+tokens. `OracleTensors` carries out copies and writes as an engine would, with garbage where an engine leaves garbage.
+Then every cell that may be read can be compared with what it ought to be; this uncovers almost any mistake in
+sharing."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from cluster.core.handle import CacheHandle
+from cluster.core.handle import CacheHandle, Coupling
 from cluster.core.holding import BlockCopy
 from cluster.core.keys import KeyStream, ReuseScope
-from cluster.core.paired_cache import PairedCache
+from cluster.core.paired_cache import PairedCache, PoolSpec
 from cluster.core.runs import Run
 
 Cell = tuple[int, ...]
@@ -88,7 +89,8 @@ class OracleTensors:
 
 
 def _expected(run: Run, position: int, cell: Cell, scopes: Sequence[ReuseScope]) -> Cell | None:
-    """The tokens that belong at a position of the tree: the words on the path, below a root that fits the first ones."""
+    """The tokens that belong at a position of the tree: the words on the path, below a root that fits the first
+    ones."""
     span = scopes[0].span
     if len(cell) != position + span + 1 or not any(KeyStream(scope, cell).root == run.root for scope in scopes):
         return None
@@ -98,6 +100,39 @@ def _expected(run: Run, position: int, cell: Cell, scopes: Sequence[ReuseScope])
         words = memoryview(above.units).cast("I").tolist() + words
         above = above.parent
     return cell[:span] + tuple(words[: position + 1])
+
+
+def make_pair(
+    span: int = 1,
+    block_size: int = 4,
+    blocks: int = 64,
+    coupling: Coupling = Coupling.JOINT,
+    *,
+    draft_block_size: int | None = None,
+    draft_blocks: int | None = None,
+    extra: Sequence[PoolSpec] = (),
+) -> OracleTensors:
+    """Oracle tensors over a new pair of pools; both alike unless the draft's differ."""
+    draft = PoolSpec("draft", draft_block_size or block_size, draft_blocks or blocks, span)
+    return OracleTensors(PairedCache(PoolSpec("target", block_size, blocks), draft, coupling, extra=extra))
+
+
+def start(oracle: OracleTensors, prompt: Sequence[int], **options: Any) -> Sequencer:
+    """A request that has claimed what is there. Options are those of `PairedCache.open`."""
+    handle = oracle.cache.open("request", prompt, **options)
+    request = Sequencer(oracle, handle, random.Random(0))
+    request.claim()
+    oracle.check_handle(handle)
+    return request
+
+
+def serve(oracle: OracleTensors, prompt: Sequence[int], answer: Sequence[int] = (0,), **options: Any) -> None:
+    """Runs a request to its end."""
+    request = start(oracle, prompt, **options)
+    request.finish_prefill()
+    request.say(answer)
+    request.end()
+    oracle.check_published()
 
 
 class Sequencer:
@@ -130,14 +165,31 @@ class Sequencer:
 
     def decode(self, drafts: int, accepted: int, scratch: int = 0) -> bool:
         """Verifies `drafts` random tokens of which the first `accepted` count, and appends one more token."""
-        tokens = self.tokens
         drafted = [self.rng.randrange(self.vocabulary) for _ in range(drafts)]
-        new = [*drafted[:accepted], self.rng.randrange(self.vocabulary)]
-        ends = {"target": len(tokens) + accepted}
-        for pool in self.handle.pools[1:]:
-            known = len(tokens) + len(new) - self.handle.holdings[pool].stream.span
-            ends[pool] = max(self.handle.cursor(pool), min(known, len(tokens) + accepted))
-        return self._run([*tokens, *drafted], ends, new, scratch)
+        return self.verify(drafted, [*drafted[:accepted], self.rng.randrange(self.vocabulary)], scratch)
+
+    def verify(self, drafted: Sequence[int], new: Sequence[int], scratch: int = 0) -> bool:
+        """A decode step over `drafted` tokens that turns out to yield `new` ones; the draft uses `scratch` slots
+        more."""
+        tokens, ends = self.tokens, {}
+        reached = len(tokens) + len(new) - 1
+        for pool in self.handle.pools:
+            units = len(tokens) + len(new) - self.handle.holdings[pool].stream.span
+            ends[pool] = max(self.handle.cursor(pool), min(units, reached))
+        return self._run([*tokens, *drafted], ends, list(new), scratch)
+
+    def finish_prefill(self) -> None:
+        """Computes all that the known tokens determine. The pools must have room."""
+        assert self.prefill(len(self.tokens))
+
+    def say(self, tokens: Iterable[int]) -> None:
+        """Decodes these very tokens, one a step. The pools must have room."""
+        for token in tokens:
+            assert self.verify((), (token,))
+
+    def end(self) -> None:
+        """Frees the request, its tail published."""
+        self.cache.free(self.handle)
 
     def _run(self, tokens: list[int], ends: dict[str, int], new: list[int], scratch: int = 0) -> bool:
         """Reserves, writes (drafts and scratch slots too), appends and commits; the order of an engine's step."""

@@ -1,8 +1,8 @@
 """A worker without a model: carries out the plans of an `Admission` on oracle tensors.
 
-The "model" continues a text by a fixed function of all its tokens, its drafter guesses right at random. Everything else is what
-the engine does: copies, target rows with drafts, draft slots with real inputs, scratch slots, verification, completion.
-"""
+The "model" continues a text by a fixed function of all its tokens, its drafter guesses right at random. Everything
+else is what the engine does: copies, target rows with drafts, draft slots with real inputs, scratch slots,
+verification, completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from cluster.core.admission import Admission
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
 from cluster.core.handle import Coupling
-from cluster.core.paired_cache import PairedCache
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.sampling import SamplingParams
 from tests.unit.core.oracle import OracleTensors
@@ -41,10 +40,10 @@ class OracleWorker:
     """`guess` is the probability that a drafted token is right."""
 
     def __init__(
-        self, cache: PairedCache, limits: AdmissionLimits, shape: DraftShape, rng: random.Random, guess: float = 0.6
+        self, oracle: OracleTensors, limits: AdmissionLimits, shape: DraftShape, rng: random.Random, guess: float = 0.6
     ) -> None:
-        self.oracle = OracleTensors(cache)
-        self.admission = Admission(cache, limits, shape)
+        self.oracle = oracle
+        self.admission = Admission(oracle.cache, limits, shape)
         self.rng = rng
         self.guess = guess
         self.plans: list[StepPlan] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
 from cluster.core.paired_cache import DRAFT, TARGET, CacheHandle, PairedCache
@@ -33,6 +34,7 @@ class Admission:
         self._waiting: list[Request] = []
         self._running: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._arrivals = 0
         self._steps = 0
 
@@ -76,6 +78,8 @@ class Admission:
         request.status = RequestStatus.WAITING
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=rank_of)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.arrival, request))
 
     def cancel(self, request_id: str) -> Request | None:
         """Ends a request at the client's wish; None if it isn't here (any more)."""
@@ -132,11 +136,12 @@ class Admission:
         Every row must be handed to `complete`, or the whole plan to `revert`, before the next call.
         """
         self._steps += 1
-        expired = [each for each in self._requests.values() if each.deadline is not None and each.deadline <= now]
-        for request in expired:
-            self.finish(request, FinishReason.DEADLINE)
+        expired = self._expire(now)
         step = StepBuilder(self.cache, self.limits, self.shape, self._running.values(), self._preempt)
-        decoding, prefilling = self._split_running()
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in step.running:
+            (decoding if _is_decoding(request) else prefilling).append(request)
         spare = self.limits.token_budget - len(decoding)
         for request in decoding:
             drafts = min(spare, len(request.drafts))
@@ -147,26 +152,30 @@ class Admission:
         self._admit(step)
         return step.plan(expired)
 
-    def _split_running(self) -> tuple[list[Request], list[Request]]:
-        decoding: list[Request] = []
-        prefilling: list[Request] = []
-        for request in sorted(self._running.values(), key=rank_of):
-            handle = request.handle
-            behind = request.num_known - handle.cursor(TARGET) if handle is not None else 0
-            (decoding if behind <= 1 else prefilling).append(request)
-        return decoding, prefilling
+    def _expire(self, now: float) -> list[Request]:
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heappop(self._deadlines)[2]
+            if request.status is not RequestStatus.FINISHED:
+                self.finish(request, FinishReason.DEADLINE)
+                expired.append(request)
+        return expired
 
     def _admit(self, step: StepBuilder) -> None:
-        for request in list(self._waiting):
-            if step.budget <= 0 or request.handle is None:
-                break
+        at = 0
+        while at < len(self._waiting) and step.budget > 0:
+            request = self._waiting[at]
+            if request.handle is None or request in step.preempted:
+                return
             admitted = step.admit(request, request.handle)
             if admitted is False:
-                break  # the next in rank must not take the room that this one waits for
-            if admitted:
-                del self._waiting[bisect_left(self._waiting, request.rank, key=rank_of)]
-                request.status = RequestStatus.RUNNING
-                self._running[request.request_id] = request
+                return  # the next in rank must not take the room that this one waits for
+            if admitted is None:
+                at += 1
+                continue
+            del self._waiting[at]
+            request.status = RequestStatus.RUNNING
+            self._running[request.request_id] = request
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1
@@ -192,6 +201,8 @@ class Admission:
         request, handle = row.request, row.request.handle
         if request.status is not RequestStatus.RUNNING or handle is None:
             return
+        if row.claim is not None and request.first_frontier is None:
+            request.first_frontier = row.claim.frontier
         self.cache.append(handle, new_tokens)
         request.output += new_tokens
         request.drafts = next_drafts
@@ -204,7 +215,12 @@ class Admission:
             request, handle = row.request, row.request.handle
             if request.status is not RequestStatus.RUNNING or handle is None:
                 continue
-            if row.claimed:
+            if row.claim is not None:
                 self._back_to_queue(request)
             elif handle.reservation is not None:
                 self.cache.revert(handle.reservation)
+
+
+def _is_decoding(request: Request) -> bool:
+    """Whether all but the last known token are computed."""
+    return request.handle is not None and request.handle.cursor(TARGET) >= request.num_known - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.core.handle import Coupling
+from cluster.core.handle import Claim, Coupling
 from cluster.core.holding import BlockCopy
 from cluster.core.request import Request
 
@@ -69,7 +69,8 @@ class RowPlan:
     draft_start: first draft slot whose KV isn't computed; None if the request uses no draft pool.
     draft_limit: draft slots with real inputs end here at the latest, whatever is accepted.
     next_drafts: the most drafts to propose after this step; slots for them are reserved.
-    claimed: the request's blocks were claimed in this very plan, perhaps with copies to carry out.
+    room: tokens that the request may still get, from `known` on.
+    claim: what was claimed for it in this very plan; None if it was running before.
     """
 
     request: Request
@@ -83,8 +84,7 @@ class RowPlan:
     draft_limit: int
     next_drafts: int
     room: int
-    """Tokens that the request may still get, from `known` on."""
-    claimed: bool
+    claim: Claim | None
 
     @property
     def needs_logits(self) -> bool:
@@ -129,9 +129,13 @@ class StepPlan:
     """
 
     rows: tuple[RowPlan, ...]
-    copies: tuple[BlockCopy, ...] = ()
     preempted: tuple[Request, ...] = ()
     expired: tuple[Request, ...] = ()
+
+    @property
+    def copies(self) -> tuple[BlockCopy, ...]:
+        """Copy-on-write of the requests that were admitted, in the order of their claims."""
+        return tuple(copy for row in self.rows if row.claim is not None for copy in row.claim.copies)
 
     @property
     def num_tokens(self) -> int:

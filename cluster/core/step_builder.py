@@ -11,9 +11,9 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
-from cluster.core.holding import BlockCopy
-from cluster.core.paired_cache import DRAFT, TARGET, CacheHandle, Coupling, PairedCache
-from cluster.core.request import Request
+from cluster.core.handle import CacheHandle, Claim, Coupling
+from cluster.core.paired_cache import DRAFT, TARGET, PairedCache
+from cluster.core.request import Request, RequestStatus
 
 
 def rank_of(request: Request) -> tuple[int, int]:
@@ -38,56 +38,58 @@ class StepBuilder:
         self._suspend = suspend
         self._holders = sorted(running, key=rank_of)
         self._rows: dict[str, RowPlan] = {}
-        self._copies: dict[str, tuple[BlockCopy, ...]] = {}
         self._computing: dict[str, bytes] = {}
         self._preempted: list[Request] = []
         self.budget = limits.token_budget
         """Target tokens that the step can still take."""
 
     @property
-    def num_running(self) -> int:
-        """Requests that hold blocks now."""
-        return len(self._holders)
+    def running(self) -> tuple[Request, ...]:
+        """Requests that hold blocks now, best rank first."""
+        return tuple(self._holders)
+
+    @property
+    def preempted(self) -> list[Request]:
+        """Requests that lost their blocks in this step."""
+        return self._preempted
 
     def advance(self, request: Request, max_drafts: int) -> None:
-        """Schedules a request that holds blocks, with up to so many of its drafts, if budget and pools allow."""
-        if request in self._holders:
-            self._schedule(request, _handle_of(request), request.drafts[:max_drafts], claimed=False)
+        """Schedules a request that holds blocks, with up to so many of its drafts, if budget and pools allow.
+
+        One that lost its blocks earlier in this step is left alone."""
+        if request.status is RequestStatus.RUNNING:
+            self._schedule(request, _handle_of(request), request.drafts[:max_drafts], None)
 
     def admit(self, request: Request, handle: CacheHandle) -> bool | None:
         """Claims blocks for a waiting request and schedules its first chunk.
 
         False if there is no room for it: it holds nothing then, as before. None if it had better wait for a request
         of this step, which computes the very block that would be its first."""
-        while self.num_running >= self._limits.max_batch:
-            if not self._preempt_for(request, claimed=True):
+        while len(self._holders) >= self._limits.max_batch:
+            if not self._preempt_for(request, newcomer=True):
                 return False
         claim = self._cache.claim(handle)
         block = _next_block(handle)
         waits = block is not None and block in self._computing.values()
-        if waits or not self._schedule(request, handle, (), claimed=True):
+        if waits or not self._schedule(request, handle, (), claim):
             self._cache.suspend(handle)
             return None if waits else False
-        self._copies[request.request_id] = claim.copies
-        if request.first_frontier is None:
-            request.first_frontier = claim.frontier
         insort(self._holders, request, key=rank_of)
         return True
 
     def plan(self, expired: Iterable[Request]) -> StepPlan:
         """The finished step."""
-        copies = tuple(copy for group in self._copies.values() for copy in group)
-        return StepPlan(tuple(self._rows.values()), copies, tuple(self._preempted), tuple(expired))
+        return StepPlan(tuple(self._rows.values()), tuple(self._preempted), tuple(expired))
 
     # ------------------------------------------------------------ inside
 
-    def _schedule(self, request: Request, handle: CacheHandle, drafts: tuple[int, ...], claimed: bool) -> bool:
+    def _schedule(self, request: Request, handle: CacheHandle, drafts: tuple[int, ...], claim: Claim | None) -> bool:
         speculates = request.speculate and (self._shape.span is None or DRAFT in handle.pools)
-        row = self._row(request, handle, drafts, self._shape.max_draft_tokens if speculates else 0, claimed)
+        row = self._row(request, handle, drafts, self._shape.max_draft_tokens if speculates else 0, claim)
         while row is not None and not self._reserve(handle, row):
             if row.num_drafts or row.next_drafts:
-                row = self._row(request, handle, (), 0, claimed)
-            elif not self._preempt_for(request, claimed):
+                row = self._row(request, handle, (), 0, claim)
+            elif not self._preempt_for(request, newcomer=claim is not None):
                 return False
         if row is None:
             return False
@@ -99,13 +101,13 @@ class StepBuilder:
         return True
 
     def _row(
-        self, request: Request, handle: CacheHandle, drafts: tuple[int, ...], next_drafts: int, claimed: bool
+        self, request: Request, handle: CacheHandle, drafts: tuple[int, ...], next_drafts: int, claim: Claim | None
     ) -> RowPlan | None:
         """The request's row within budget, chunk and length limits; None if the budget is used up."""
         known = request.num_known
         draft_start = handle.cursor(DRAFT) if DRAFT in handle.pools else None
         start = handle.cursor(TARGET)
-        joint = self._shape.coupling is Coupling.JOINT and draft_start is not None
+        joint = self._shape.coupling is Coupling.JOINT
         if joint and draft_start is not None:
             # Where the span exceeds 1, the draft needs the hidden states of the last few positions once more.
             start = min(start, draft_start)
@@ -128,7 +130,7 @@ class StepBuilder:
             draft_limit=start + taken + len(drafts) if joint else (draft_start or 0) + chunk,
             next_drafts=self._shape.drafts_for(known + 1, min(next_drafts, room - 2)) if final else 0,
             room=room,
-            claimed=claimed,
+            claim=claim,
         )
 
     def _chunk(self, known: int) -> int:
@@ -143,17 +145,16 @@ class StepBuilder:
         draft = 0 if row.draft_start is None else row.draft_width - row.draft_start
         return self._cache.reserve(handle, target, draft) is not None
 
-    def _preempt_for(self, request: Request, claimed: bool) -> bool:
-        """Suspends the request that ranks last, if it ranks behind this one; a newly claimed one must have priority
-        too."""
+    def _preempt_for(self, request: Request, newcomer: bool) -> bool:
+        """Suspends the request that ranks last, if it ranks behind this one; for a newcomer, only if priorities
+        differ."""
         victim = self._holders[-1] if self._holders else None
-        if victim is None or victim.rank <= request.rank or (claimed and victim.priority <= request.priority):
+        if victim is None or victim.rank <= request.rank or (newcomer and victim.priority <= request.priority):
             return False
         self._holders.pop()
         row = self._rows.pop(victim.request_id, None)
         if row is not None:
             self.budget += len(row.tokens)
-        self._copies.pop(victim.request_id, None)
         self._computing.pop(victim.request_id, None)
         self._suspend(victim)
         self._preempted.append(victim)

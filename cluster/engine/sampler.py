@@ -76,8 +76,9 @@ class Sampler:
         others = [
             i for i, row in enumerate(rows) if finite[i] and (row.params.temperature > 0 or needs_history(row.params))
         ]
-        for i, scores in zip(others, logits[others].cpu().numpy(), strict=True):
-            tokens[i] = self._choose(scores, rows[i])
+        if others:  # one copy to the host for all of them
+            for i, scores in zip(others, logits[others].cpu().numpy(), strict=True):
+                tokens[i] = self._choose(scores, rows[i])
         logprobs = tuple(
             None if token is None or row.params.logprobs is None else _logprobs(logits[i], token, row.params.logprobs)
             for i, (row, token) in enumerate(zip(rows, tokens, strict=True))

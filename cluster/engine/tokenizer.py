@@ -21,6 +21,12 @@ class Tokenizer:
 
     def __init__(self, fast: PreTrainedTokenizerFast) -> None:
         self._fast = fast
+        self.backend: tokenizers.Tokenizer = fast.backend_tokenizer
+        # A file may carry settings from training; a prompt is never cut or padded silently.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocab_size = max(fast.get_vocab().values()) + 1
+        """Number of token ids, added tokens included: ids lie in [0, vocab_size)."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -40,16 +46,6 @@ class Tokenizer:
         return cls(fast)
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included: ids lie in [0, vocab_size)."""
-        return max(self._fast.get_vocab().values()) + 1
-
-    @property
-    def backend(self) -> tokenizers.Tokenizer:
-        backend: tokenizers.Tokenizer = self._fast.backend_tokenizer
-        return backend
-
-    @property
     def has_chat_template(self) -> bool:
         return self._fast.chat_template is not None
 
@@ -58,8 +54,11 @@ class Tokenizer:
         return dict(self._fast.get_vocab())
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` as a plain prompt: with the model's own start token, if it has one."""
-        return list(self._fast.encode(text))
+        """Ids of `text` as a plain prompt: with the model's own start token, if it has one.
+
+        Raises InvalidRequest for text that isn't valid Unicode.
+        """
+        return self._encode("prompt", text, add_special_tokens=True)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt that the model's template makes of `messages`, ready for the assistant's answer.
@@ -87,7 +86,15 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Ids of the rendered `messages`; the template writes special tokens itself, so none are added."""
-        return list(self._fast.encode(self.render_chat(messages, **variables), add_special_tokens=False))
+        return self._encode("messages", self.render_chat(messages, **variables), add_special_tokens=False)
+
+    def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            limit = "valid Unicode, without lone surrogates"
+            raise InvalidRequest(field, f"broken at character {error.start}", limit, "send UTF-8 text") from error
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids` on their own."""

@@ -39,6 +39,21 @@ def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="prompt is broken at character 2"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
+    """Whatever settings the file was saved with."""
+    folder = save(tmp_path, TEMPLATE)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=6)
+    backend.save(str(folder / "tokenizer.json"))
+    assert [len(Tokenizer.load(folder).encode(text)) for text in ("ab", "abcdefgh")] == [2, 8]
+
+
 def test_chat_messages_become_the_template_with_its_special_tokens(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.render_chat(messages) == "<|user|>hi<|assistant|>"

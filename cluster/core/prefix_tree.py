@@ -252,8 +252,10 @@ class PrefixTree:
         if run.parent is None:
             del self.roots[run.root]
         else:
-            siblings = run.parent.children
-            del siblings[bisect_left(siblings, run.head, key=HEAD)]
+            parent = run.parent
+            del parent.children[bisect_left(parent.children, run.head, key=HEAD)]
+            if parent.parent is None and not parent.users and not parent.children:
+                self._remove(parent)
 
     def _name_index(self, block: int) -> int:
         """Raw blocks that end at or before the start of this pool's block `block`."""

@@ -53,12 +53,18 @@ def _sample_row(task: DraftTask, drafts: Sequence[int]) -> SampleRow:
 
 @dataclass(slots=True)
 class Chain:
-    """The drafts of one task so far, `width` at most. `place` counts the step's chains."""
+    """The drafts of one task so far, `width` at most. `place` numbers the step's chains that draft anything."""
 
     task: DraftTask
     width: int
-    place: int
+    place: int = 0
     drafts: list[int] = field(default_factory=list)
+
+    def add(self, token: int | None) -> bool:
+        """Take a draft; whether the chain goes on after it. None ends it: broken logits cost speed, not the request."""
+        if token is not None:
+            self.drafts.append(token)
+        return token is not None and len(self.drafts) < self.width
 
 
 class ChainModel(Protocol):
@@ -75,32 +81,23 @@ def draft_chains(
     tasks: Sequence[DraftTask], shape: DraftShape, chooser: DraftChooser, model: ChainModel
 ) -> list[tuple[int, ...]]:
     """The drafts of each task. Raises ValueError for a task that breaks its contract, before anything is written."""
-    tasks = [within(task, shape.max_positions) for task in tasks]
-    widths = [chain_width(task, shape) for task in tasks]
-    writing = [i for i, task in enumerate(tasks) if task.end > task.start]
-    drafting = [place for place, i in enumerate(writing) if widths[i] > 0]
+    chains = [_start(_within(task, shape.max_positions), shape) for task in tasks]
+    writing = [chain for chain in chains if chain.task.end > chain.task.start]
+    going = [chain for chain in writing if chain.width]
     if not writing:
         return [() for _ in tasks]
-    logits = model.begin([tasks[i] for i in writing], drafting)
-    chains = [Chain(tasks[writing[place]], widths[writing[place]], n) for n, place in enumerate(drafting)]
-    going = chains
+    for place, chain in enumerate(going):
+        chain.place = place
+    logits = model.begin([chain.task for chain in writing], [i for i, chain in enumerate(writing) if chain.width])
     while going:
         chosen = chooser.choose(logits, [chain.task for chain in going], [chain.drafts for chain in going])
-        fed = []
-        for chain, token in zip(going, chosen, strict=True):
-            if token is None:  # a draft whose logits are broken costs speed, not the request
-                continue
-            chain.drafts.append(token)
-            if len(chain.drafts) < chain.width:
-                fed.append(chain)
-        going = fed
+        going = [chain for chain, token in zip(going, chosen, strict=True) if chain.add(token)]
         if going:
             logits = model.feed(going)
-    made = {writing[place]: tuple(chain.drafts) for place, chain in zip(drafting, chains, strict=True)}
-    return [made.get(i, ()) for i in range(len(tasks))]
+    return [tuple(chain.drafts) for chain in chains]
 
 
-def within(task: DraftTask, max_positions: int | None) -> DraftTask:
+def _within(task: DraftTask, max_positions: int | None) -> DraftTask:
     """`task` without what lies past the draft's last position: such slots stay unwritten, and nothing is drafted there,
     so nothing ever reads them."""
     if max_positions is None or task.end <= max_positions:
@@ -110,8 +107,8 @@ def within(task: DraftTask, max_positions: int | None) -> DraftTask:
     return replace(task, start=start, end=max_positions, k=0, hidden=hidden)
 
 
-def chain_width(task: DraftTask, shape: DraftShape) -> int:
-    """How many tokens to draft for `task`: k, or what the draft's maximum position leaves.
+def _start(task: DraftTask, shape: DraftShape) -> Chain:
+    """The empty chain of `task`: of width k, or less if the draft's last position comes before.
 
     Drafts 1..k-1 are fed in slots end..end+k-2; the last one isn't fed. Raises ValueError if the task breaks its
     contract.
@@ -120,10 +117,8 @@ def chain_width(task: DraftTask, shape: DraftShape) -> int:
     limit = shape.max_positions
     if not 0 <= task.start <= task.end <= known:
         raise ValueError(f"slots [{task.start}, {task.end}) of {task.request_id}: only {known} have real inputs")
-    if task.k == 0:
-        return 0
-    if task.end < known or task.start == task.end:
+    if task.k and (task.end < known or task.start == task.end):
         raise ValueError(
             f"{task.request_id} wants drafts, but its slots [{task.start}, {task.end}) don't end at {known}"
         )
-    return task.k if limit is None else min(task.k, limit - task.end + 1)
+    return Chain(task, task.k if limit is None else min(task.k, limit - task.end + 1))

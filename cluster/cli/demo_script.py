@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 SYSTEM = (
     "You are a helpful guide to the natural world. You answer in plain words that a child of ten can follow, you stay "
-    "with facts that are well known, you explain one thing at a time, and you keep every answer to two or three short "
+    "with facts that are well known, you explain one thing at a time, and you keep every answer to one or two short "
     "sentences."
 )
-MAX_TOKENS = 64
+MAX_TOKENS = 96
 
 Message = dict[str, str]
 """`role` and `content`."""

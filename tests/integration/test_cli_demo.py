@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from tests.integration.cli_process import EAGLE3, MODELS, ROOT, TandemProcess, eventually
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 TARGET = str(MODELS / "tiny-target")
 KEYS = [
     "worker",
@@ -145,18 +146,18 @@ def test_ctrl_c_during_start_up_leaves_no_process_and_no_socket() -> None:
 
 def test_a_draft_with_another_vocabulary_is_refused_and_nothing_stays(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
-    draft.mkdir()
-    for file in (MODELS / "tiny-draft").iterdir():
-        (draft / file.name).write_bytes(file.read_bytes())
-    config = json.loads((draft / "config.json").read_text())
-    config["vocab_size"] += 1
-    (draft / "config.json").write_text(json.dumps(config))
+    shutil.copytree(MODELS / "tiny-draft", draft)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     speculative = json.dumps({"method": "draft_model", "model": str(draft)})
     serve = TandemProcess("serve", TARGET, "--speculative-config", speculative, "--port", "0")
     try:
         assert serve.end() == 3, serve.output
         error = serve.output.rpartition("error: ")[2]
-        assert "vocab" in error and "Traceback" not in serve.output
+        assert "The draft's vocabulary is not the target's" in error
+        assert error.count("\n") == 1 and "Traceback" not in serve.output
         assert eventually(lambda: not serve.family())
     finally:
         serve.kill()

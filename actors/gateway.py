@@ -71,9 +71,6 @@ class GatewayActor:
     async def run(self) -> None:
         await self._server.wait()
 
-    async def stage(self) -> str:
-        return "Starting the gateway"
-
     def _load_model(self) -> ServedModel:
         from cluster.engine.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled, without stubs
 
 NAMESPACE = "tandem"
 _MARK = "_TANDEM_RUNTIME"
@@ -119,4 +119,5 @@ def _reread_environment() -> None:
 
 def gpus() -> float:
     """GPUs that Ray found."""
-    return float(ray.cluster_resources().get("GPU", 0.0))
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)

@@ -90,9 +90,6 @@ class SchedulerActor:
                 await self._write_anchors()
             await asyncio.sleep(_TICK_S)
 
-    async def stage(self) -> str:
-        return "Starting the scheduler"
-
     # ---------------------------------------------------------------- workers
 
     async def register(self, info: WorkerInfo, last_seq: int) -> TandemError | None:

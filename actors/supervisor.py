@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from actors.gateway import GatewayActor, GatewayOptions
 from actors.handles import GATEWAY, SCHEDULER, worker_name
@@ -84,12 +84,17 @@ class Supervisor:
             TandemError: what kept a member from loading, as it raised it.
         """
         deadline = time.monotonic() + limit_s
-        for members in ([self._scheduler], list(self._workers.values()), [self._gateway]):
+        workers = list(self._workers.values())
+        stages = [
+            ("Starting the scheduler", [self._scheduler]),
+            (f"Loading the model in {len(workers)} worker{'s' if len(workers) > 1 else ''}", workers),
+            ("Starting the gateway", [self._gateway]),
+        ]
+        for stage, members in stages:
+            progress(stage)
             self._launch(members)
-            stage = ""
             while any(member.phase is not Phase.RUNNING for member in members):
                 check_interrupt()
-                stage = _show_stage(members, stage, progress)
                 for member in self._step(restart=False):
                     raise member.failure or Unavailable(f"{member.name} ended while it was starting: see its log.")
                 if time.monotonic() > deadline:
@@ -123,7 +128,7 @@ class Supervisor:
     def state(self) -> ClusterState:
         """The workers as the scheduler sees them. Raises Unavailable while it restarts."""
         try:
-            state: ClusterState = ray.get(self._scheduler.handle.state.remote(), timeout=_ASK_LIMIT_S)
+            state: ClusterState = _ask(self._scheduler.handle.state.remote())
         except RayError:
             raise Unavailable("The scheduler is restarting: try again in a few seconds.") from None
         return state
@@ -167,7 +172,7 @@ class Supervisor:
         if worker is None or self._scheduler.phase is not Phase.RUNNING:
             return
         try:
-            ray.get(self._scheduler.handle.lose.remote(worker.worker_id, worker.epoch), timeout=_ASK_LIMIT_S)
+            _ask(self._scheduler.handle.lose.remote(worker.worker_id, worker.epoch))
         except RayError:
             logger.warning(event("loss_not_reported", worker=worker.worker_id))  # its lease will run out
 
@@ -196,15 +201,5 @@ def _spawn(actor: Any, name: str, gpus: float, *arguments: object) -> ActorHandl
     return handle
 
 
-def _show_stage(members: list[Member], shown: str, progress: Progress) -> str:
-    """Passes on what the first loading member is at, if that is news; returns what was shown last."""
-    loading = [member for member in members if member.phase is Phase.LOADING]
-    if not loading:
-        return shown
-    try:
-        stage: str = ray.get(loading[0].handle.stage.remote(), timeout=_ASK_LIMIT_S)
-    except (RayError, GetTimeoutError):
-        return shown  # it is busy, or just died; the pending call tells
-    if stage and stage != shown:
-        progress(stage)
-    return stage
+def _ask(answer: Any) -> Any:
+    return ray.get(answer, timeout=_ASK_LIMIT_S)

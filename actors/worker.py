@@ -67,6 +67,3 @@ class WorkerActor:
         failure = reporting.exception() if reporting.done() and not reporting.cancelled() else None
         logger.error(event("worker_ended", worker=self._options.worker_id, failure=failure))
         return failure if isinstance(failure, TandemError) else None
-
-    async def stage(self) -> str:
-        return "Loading the model"

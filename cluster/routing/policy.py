@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from cluster.core.frontier import Frontier
 from cluster.core.paired_cache import Coupling
@@ -57,7 +57,7 @@ class Cost:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, term.name) for term in fields(self))
+        return self.target_prefill + self.draft_prefill + self.backlog + self.decode + self.queue
 
 
 def expected_frontier(query: DispatchQuery, info: WorkerInfo, depth: Depth) -> Frontier:

@@ -12,8 +12,10 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from tests.fixtures.prompts import TINY_EAGLE3, TINY_TARGET
@@ -54,6 +56,22 @@ def running_cluster() -> Iterator[RunningCluster]:
 
     with start_cluster(tiny_config(), schema=Schema(anchor_every=2)) as cluster:
         yield cluster
+        processes = [psutil.Process(member.pid) for member in cluster.members() if member.pid is not None]
+        processes += psutil.Process().children(recursive=True)
+        directories = directories_of(processes)
+    _, left = psutil.wait_procs(processes, timeout=0)
+    assert left == [], "a clean stop leaves no process"
+    assert directories
+    assert [path for path in directories if path.exists()] == [], "a clean stop leaves no file"
+
+
+def directories_of(processes: Sequence[psutil.Process]) -> set[Path]:
+    """What the processes' command lines name below /tmp."""
+    arguments: list[str] = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            arguments += " ".join(process.cmdline()).replace("=", " ").split()
+    return {Path(*Path(each).parts[:3]) for each in arguments if each.startswith("/tmp/tandem-")}
 
 
 @pytest.fixture

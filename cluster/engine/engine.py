@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -179,6 +180,15 @@ class Engine:
         event = RequestEvent(request.request_id, finish=FinishReason.ERROR, usage=output.usage(), error=error)
         self._ended.append(event)
 
+    def fail_all(self) -> list[RequestEvent]:
+        """End every request by a defect, after `step` raised; returns their last events."""
+        requests = [output.request for output in self._outputs.values()]
+        error = _internal_error("planning failed", requests)
+        for request in requests:
+            self._fail(request, error)
+        ended, self._ended = self._ended, []
+        return ended
+
     # ------------------------------------------------------------ looking from outside
 
     def stats(self) -> EngineStats:
@@ -243,8 +253,8 @@ class Engine:
 
 
 def _internal_error(what: str, requests: Sequence[Request]) -> Internal:
-    """Log a defect with its traceback, under an id that the client is given."""
+    """Log a defect, with its traceback if one is being handled, under an id that the client is given."""
     error_id = secrets.token_hex(6)
     ids = ",".join(request.request_id for request in requests)
-    _log.error("event=engine_fault error_id=%s what=%r requests=%s", error_id, what, ids, exc_info=True)
+    _log.error("event=engine_fault error_id=%s what=%r requests=%s", error_id, what, ids, exc_info=sys.exc_info()[0] is not None)
     return Internal(error_id)

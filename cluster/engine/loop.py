@@ -139,11 +139,17 @@ class EngineLoop:
     def _run(self) -> None:
         while self._await_work():
             self._run_commands()
-            self._publish(self._engine.step())
+            self._publish(self._step())
         self._run_commands()
         self._engine.cancel_all()
         self._publish(self._engine.step())
         self._engine.close()
+
+    def _step(self) -> list[RequestEvent]:
+        try:
+            return self._engine.step()
+        except Exception:  # a defect in planning, or a failed audit; the next requests deserve a worker
+            return self._engine.fail_all()
 
     def _await_work(self) -> bool:
         """Sleep until there is a command or the engine has work; False when it is time to stop."""

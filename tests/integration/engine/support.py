@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -34,6 +35,7 @@ def make_engine(
     audit: bool = False,
     max_len: int | None = None,
     max_queue: int = 64,
+    draft: Path | None = None,
 ) -> Engine:
     """An engine over the tiny models, chains of 3."""
     torch.set_num_threads(1)
@@ -41,7 +43,7 @@ def make_engine(
     return Engine(
         EngineConfig(
             model=TINY_TARGET,
-            draft=folders.get(method),
+            draft=draft or folders.get(method),
             method=SpeculationMethod(method),
             num_speculative_tokens=3,
             block_size=block_size,

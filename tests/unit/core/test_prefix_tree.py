@@ -110,6 +110,13 @@ def test_what_is_in_use_is_never_evicted_and_its_ancestors_neither() -> None:
     assert pool.allocate(8) is not None
 
 
+def test_a_request_for_too_many_blocks_evicts_nothing() -> None:
+    pool = make_pool(8)
+    publish(pool, range(16))
+    assert pool.allocate(9) is None
+    assert depth(pool, range(16)) == 16
+
+
 def test_a_shared_beginning_outlives_its_branches() -> None:
     pool = make_pool(6)
     publish(pool, [*range(8), *[50] * 8])

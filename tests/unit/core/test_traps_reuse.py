@@ -41,7 +41,7 @@ def test_trap_01_the_joint_depth_is_the_smaller_one() -> None:
 
 
 @pytest.mark.parametrize("span", SPANS)
-@pytest.mark.parametrize("fork", [5, 6, 7, 8, 9, 12, 13])
+@pytest.mark.parametrize("fork", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13])
 def test_trap_02_no_draft_cell_that_depends_on_the_fork_is_reused(span: int, fork: int) -> None:
     oracle = make_pair(span)
     common = list(range(fork))
@@ -50,6 +50,15 @@ def test_trap_02_no_draft_cell_that_depends_on_the_fork_is_reused(span: int, for
     assert oracle.cache.probe(other.handle).draft == max(0, fork - span)
     assert other.handle.cursor("draft") == max(0, fork - span)
     assert oracle.cache.probe(other.handle).target == fork
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_trap_02_a_difference_in_the_leading_window_alone_keeps_all_draft_cells_apart(span: int) -> None:
+    oracle = make_pair(span)
+    serve(oracle, [1, *range(100, 120)])
+    other = start(oracle, [2, *range(100, 120)])
+    assert other.handle.cursor("draft") == 0
+    assert oracle.cache.probe(other.handle).draft == 0
 
 
 @pytest.mark.parametrize("span", SPANS)

@@ -106,12 +106,15 @@ def test_trap_14_reverting_twice_gives_back_once() -> None:
     reservation = oracle.cache.reserve(request.handle, 8, 8)
     assert reservation is not None
     oracle.cache.revert(reservation)
-    free = available(oracle.cache)
-    request.finish_prefill()
-    oracle.cache.revert(reservation)
-    oracle.cache.check()
+    assert available(oracle.cache) == [64, 64]
+    assert oracle.cache.reserve(request.handle, 8, 8) is not None
+    oracle.cache.revert(reservation)  # not the one that is open now
     assert capacities(request) == [8, 8]
-    assert free == [64, 64]
+    oracle.cache.check()
+    oracle.cache.commit(request.handle, 8, 7)
+    oracle.cache.revert(reservation)
+    assert capacities(request) == [8, 8]
+    assert in_use(oracle.cache) == [(2, 0), (2, 0)]
 
 
 def test_trap_15_any_widths_and_any_number_of_accepted_tokens() -> None:

@@ -1,0 +1,1 @@
+"""Deliberate bugs, and the tests that catch them."""

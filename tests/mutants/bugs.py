@@ -126,8 +126,8 @@ BUGS = (
     Bug(
         "suspend the draft only",
         "paired_cache.py",
-        "            for holding in handle.holdings.values():\n                holding.release()\n            handle",
-        "            for holding in [*handle.holdings.values()][1:]:\n                holding.release()\n            handle",
+        "for holding in handle.holdings.values():\n                holding.release()",
+        "for holding in [*handle.holdings.values()][1:]:\n                holding.release()",
         TRANSACTION + "17_suspend_resume_and_free_hit_both_pools",
     ),
     Bug(
@@ -162,7 +162,8 @@ BUGS = (
         "evict for a reservation that can't be granted",
         "block_pool.py",
         "            if count > self.available:\n                return None\n",
-        "            self.tree.evict(count - len(free))\n            if count > len(free):\n                return None\n",
+        "            self.tree.evict(count - len(free))\n"
+        "            if count > len(free):\n                return None\n",
         TREE + "a_request_for_too_many_blocks_evicts_nothing",
     ),
     Bug(

@@ -89,6 +89,18 @@ def test_a_request_that_continues_another_reuses_its_answer_too(method: Speculat
     assert stats(warm) == stats(cold)
 
 
+def test_a_seed_gives_the_same_tokens_with_every_method() -> None:
+    """Sampled hot, truncated and penalised, whether drafted or not, cold or warm, chunked or not."""
+    prompts = ids(mixed_prompts(6, seed=9))
+    params = replace(HOT, temperature=1.2, top_k=50, repetition_penalty=1.1, presence_penalty=0.4, ignore_eos=True)
+    plain = [event.token_ids for event in run(make_engine(reuse=False, chunk=None), prompts, params, "plain")]
+    assert len(set(plain)) == len(plain)
+    for method in DRAFTING:
+        engine = make_engine(method, chunk=16)
+        for name in ("cold", "warm"):
+            assert [event.token_ids for event in run(engine, prompts, params, name)] == plain
+
+
 # Tokens a step that the tiny drafts reach at least, chains of 3; see the figures in docs/benchmarks.md.
 BOUNDS = {SpeculationMethod.NGRAM: 1.02, SpeculationMethod.DRAFT_MODEL: 1.6, SpeculationMethod.EAGLE3: 1.8}
 

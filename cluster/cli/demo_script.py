@@ -7,9 +7,8 @@ greedy, so the texts depend on the model alone, not on speculation, reuse or the
 from dataclasses import dataclass
 
 SYSTEM = (
-    "You are a helpful guide to the natural world. You answer in plain words that a child of ten can follow, you stay "
-    "with facts that are well known, you explain one thing at a time, and you keep every answer to one or two short "
-    "sentences."
+    "You are a helpful assistant who explains the natural world. Use plain words, stay with facts that are well known, "
+    "and keep each answer to two or three short sentences."
 )
 MAX_TOKENS = 96
 
@@ -32,9 +31,7 @@ class Turn:
 
 
 TURNS = (
-    Turn("a new conversation", "Why is the sky blue during the day?", continues=False),
-    Turn("continues it", "And why does it turn red in the evening?", continues=True),
-    Turn(
-        "another conversation under the same system prompt", "How do birds find their way in winter?", continues=False
-    ),
+    Turn("a new conversation", "Why do we need to sleep?", continues=False),
+    Turn("continues it", "And what happens if we sleep too little?", continues=True),
+    Turn("another conversation under the same system prompt", "What is photosynthesis?", continues=False),
 )

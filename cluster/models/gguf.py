@@ -216,7 +216,9 @@ def _tensors(reader: GGUFReader, fields: _Fields) -> dict[str, torch.Tensor]:
         part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
         if part in rotated:
             weight = _unpermute(weight, rotated[part])
-        tensors[_target_name(tensor.name)] = torch.from_numpy(np.require(weight, requirements="CW")).to(torch.bfloat16)
+        tensors[_target_name(tensor.name)] = torch.from_numpy(np.require(weight, requirements=("C", "W"))).to(
+            torch.bfloat16
+        )
     return tensors
 
 

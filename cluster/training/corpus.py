@@ -18,9 +18,10 @@ from cluster.core.request import FinishReason
 from cluster.core.sampling import SamplingParams
 from cluster.engine.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.events import EngineRequest
+from cluster.engine.events import EngineRequest, RequestEvent
 from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ConfigError
+from cluster.training.hardware import compute_dtype
 from cluster.training.options import TrainDraftOptions
 from cluster.training.samples import Sample, append_samples, chat_ids, read_own_samples, read_prompts
 
@@ -49,9 +50,8 @@ def answer_prompts(
             for start in range(0, len(missing), _BATCH):
                 part = missing[start : start + _BATCH]
                 answers = answer(part, SamplingParams(max_tokens=options.held_out_tokens, temperature=_GREEDY))
-                samples += (
-                    new := [Sample((*ids, *said), len(ids)) for ids, (said, _) in zip(part, answers, strict=True)]
-                )
+                new = [Sample((*ids, *event.token_ids), len(ids)) for ids, event in zip(part, answers, strict=True)]
+                samples += new
                 append_samples(path, new)
                 progress(len(samples))
     return samples
@@ -72,13 +72,14 @@ def build_corpus(
     progress(done)
     if done >= options.tokens:
         return samples
-    with _answerer(options, options.compute_dtype) as answer:
+    dtype = str(compute_dtype(options.compute_dtype)).removeprefix("torch.")
+    with _answerer(options, dtype) as answer:
         for ids, temperature in _rounds(options, tokenizer, answer, known):
             sampling = SamplingParams(max_tokens=options.answer_tokens, temperature=temperature)
             new = [
-                Sample((*prompt, *said), len(prompt))
-                for prompt, (said, _) in zip(ids, answer(ids, sampling), strict=True)
-                if len(said) > 1
+                Sample((*prompt, *event.token_ids), len(prompt))
+                for prompt, event in zip(ids, answer(ids, sampling), strict=True)
+                if len(event.token_ids) > 1
             ]
             append_samples(path, new)
             samples += new
@@ -89,7 +90,7 @@ def build_corpus(
     return samples
 
 
-Answer = Callable[[Sequence[Sequence[int]], SamplingParams], list[tuple[tuple[int, ...], FinishReason]]]
+Answer = Callable[[Sequence[Sequence[int]], SamplingParams], list[RequestEvent]]
 
 
 def _rounds(
@@ -103,16 +104,17 @@ def _rounds(
             yield given[start : start + _ROUND], _GREEDY if repeat == 0 else _VARIED
     known |= {tuple(ids) for ids in given}
     opening = _user_turn(tokenizer)
-    for number in itertools.count(len(known)):
-        sampling = SamplingParams(max_tokens=_PROMPT_TOKENS, temperature=1.0, top_k=64)
+    sampling = SamplingParams(max_tokens=_PROMPT_TOKENS, temperature=1.0, top_k=64)
+    while True:
         fresh = []
-        for said, finish in answer([opening] * _ROUND, sampling):
-            ids = chat_ids(tokenizer, tokenizer.decode(said))
+        for event in answer([opening] * _ROUND, sampling):
+            ids = chat_ids(tokenizer, tokenizer.decode(event.token_ids))
             # A turn that did not end is no question, and one of a few tokens is an accident.
-            if finish is FinishReason.STOP and len(said) > 3 and tuple(ids) not in known:
+            ended = event.finish is FinishReason.STOP and len(event.token_ids) > 3
+            if ended and tuple(ids) not in known:
                 known.add(tuple(ids))
                 fresh.append(ids)
-        if not fresh and number == len(known):
+        if not fresh:
             raise ConfigError("model invents no user prompts from its chat template; give text with data or prompts.")
         yield fresh, _GREEDY
 
@@ -135,22 +137,13 @@ def _answerer(options: TrainDraftOptions, dtype: str) -> Iterator[Answer]:
     )
     numbers = itertools.count()
 
-    def answer(
-        prompts: Sequence[Sequence[int]], sampling: SamplingParams
-    ) -> list[tuple[tuple[int, ...], FinishReason]]:
-        ids = [f"train-{next(numbers)}" for _ in prompts]
-        said: dict[str, tuple[int, ...]] = {request_id: () for request_id in ids}
-        ends: dict[str, FinishReason] = {}
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            engine.add(EngineRequest(request_id, tuple(prompt), sampling))
-        while engine.has_work():
-            for event in engine.step():
-                said[event.request_id] += event.token_ids
-                if event.error is not None:
-                    raise event.error
-                if event.finish is not None:
-                    ends[event.request_id] = event.finish
-        return [(said[request_id], ends[request_id]) for request_id in ids]
+    def answer(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[RequestEvent]:
+        requests = [EngineRequest(f"train-{next(numbers)}", tuple(prompt), sampling) for prompt in prompts]
+        events = engine.generate(requests)
+        for event in events:
+            if event.error is not None:
+                raise event.error
+        return events
 
     try:
         yield answer

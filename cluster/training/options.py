@@ -59,7 +59,7 @@ class TrainDraftOptions:
     """Indices into transformers' hidden_states (0 is the embedding); default the official three."""
     ttt_steps: int = 3
     """Steps of the training-time test: how far the head is trained on its own output."""
-    batch_tokens: int = 2048
+    batch_tokens: int = 512
     """Tokens of one optimizer step."""
     max_len: int = 512
     """Longest sequence to train on, in tokens; longer ones are cut."""
@@ -67,7 +67,7 @@ class TrainDraftOptions:
     """Longest answer to generate, in tokens."""
     held_out_tokens: int = 64
     """Longest held-out answer, in tokens."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2.5e-3
     """Peak rate of AdamW; warms up over the first 2% of the passes and falls to 2% of it along a cosine."""
     temperature: float = 1.0
     """Temperature of the target's distribution as the soft label."""

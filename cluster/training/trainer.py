@@ -5,7 +5,8 @@ that was stopped and resumed takes the same steps as one that was not. Called by
 
 The loss of draft step k is the cross-entropy against the target's distribution over the draft vocabulary (a soft
 label), weighted 0.8^k; positions whose most likely token is outside that vocabulary teach nothing. Source: EAGLE-3,
-section 3.
+section 3. Batches take turns at being unrolled 1, 2, ... `ttt_steps` steps deep: every chain needs its first draft,
+few get to the last, and a shallow batch costs a third of a deep one.
 """
 
 from __future__ import annotations
@@ -82,26 +83,26 @@ class Trainer:
         rate = learning_rate(self._options.learning_rate, state.passes / self._options.token_passes)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        loss = self.loss(batch)
+        losses = self.losses(batch, depth=1 + state.steps % self._options.ttt_steps)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.stack([_STEP_DECAY**step * loss for step, loss in enumerate(losses)]).sum().backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(self._head.parameters(), _CLIP)
         self._optimizer.step()
-        value = loss.item()
-        state.loss = value if state.loss is None else _SMOOTHING * state.loss + (1 - _SMOOTHING) * value
+        first = losses[0].item()
+        state.loss = first if state.loss is None else _SMOOTHING * state.loss + (1 - _SMOOTHING) * first
 
-    def loss(self, batch: TttBatch) -> Tensor:
-        """Mean loss a learned row over all draft steps (a scalar)."""
+    def losses(self, batch: TttBatch, depth: int) -> list[Tensor]:
+        """For each of `depth` draft steps its loss (a scalar), a mean over the learned rows."""
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
             learned, targets = self._labels(batch)
-            total = torch.zeros(())
-            for step, feedback in enumerate(ttt_steps(self._head, batch, self._options.ttt_steps)):
+            losses = []
+            for step, feedback in enumerate(ttt_steps(self._head, batch, depth)):
                 rows = learned.clone()
                 rows[:, :step] = False  # no chain of this length begins before the first row
-                logits = self._head.logits(feedback[rows])
-                losses = cross_entropy(logits.float(), targets[rows[learned]], reduction="sum")
-                total = total + _STEP_DECAY**step * losses / learned.sum().clamp(min=1)
-        return total
+                logits = self._head.logits(feedback[rows]).float()
+                total = cross_entropy(logits, targets[rows[learned]], reduction="sum")
+                losses.append(total / learned.sum().clamp(min=1))
+        return losses
 
     @torch.no_grad()
     def _labels(self, batch: TttBatch) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,10 @@ def running_cluster(config: TandemConfig, console: Console) -> Iterator["Running
         cluster = start_cluster(config, stage)
     with cluster:
         console.print(cluster_box(asyncio.run(cluster_status(cluster.endpoint)), cluster.endpoint))
-        yield cluster
-        console.print("Stopping …")
+        try:
+            yield cluster
+        finally:
+            console.print("Stopping …")
 
 
 def with_demo_model(config: TandemConfig) -> TandemConfig:

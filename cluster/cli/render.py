@@ -33,7 +33,7 @@ def cluster_box(status: pb.ClusterStatusResponse, endpoint: str) -> Panel:
 
 def workers_table(workers: Iterable[pb.Worker]) -> Table:
     """One row for each worker: state, load, and how full its pools are."""
-    table = Table("worker", "state", "running", "waiting", "target pool in use / cached / free", "draft pool")
+    table = _table("Pools: blocks in use / cached / free", "worker", "state", "running", "waiting", "target", "draft")
     for worker in workers:
         pools = {pool.name: pool for pool in worker.pools}
         state = pb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
@@ -71,8 +71,7 @@ def answer_line(answer: Answer) -> str:
 
 def answers_table(answers: Sequence[Answer]) -> Table:
     """The demo's last word: one row for each request."""
-    caption = "Tokens of the prompt, and those reused from either pool and from both"
-    table = Table("", "worker", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table = _table("Tokens of the prompt, and those reused from either pool and from both", "", "worker")
     for name in ("prompt", "target", "draft", "joint", "tokens/step", "TTFT s", "tokens/s"):
         table.add_column(name, justify="right")
     for number, answer in enumerate(answers, 1):
@@ -85,6 +84,10 @@ def answers_table(answers: Sequence[Answer]) -> Table:
 def dash(value: float | None, form: str = "") -> str:
     """The number, or a dash if there is none."""
     return "-" if value is None else format(value, form)
+
+
+def _table(caption: str, *columns: str) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
 
 
 def _speculation(model: pb.Model) -> str:

@@ -106,6 +106,14 @@ def test_a_bad_request_is_one_sentence(served: tuple[TandemProcess, str], argume
     assert words in result.stderr and "Traceback" not in result.stderr
 
 
+def test_the_example_of_the_quickstart_runs(served: tuple[TandemProcess, str]) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0].replace("127.0.0.1:50051", served[1])
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
 def test_chat_keeps_the_conversation(served: tuple[TandemProcess, str]) -> None:
     lines = "count from 1 to 5\n/nonsense\n/help\ncount from 2 to 6\n/clear\n/exit\n"
     arguments = ["--temperature", "0", "--max-tokens", "12", "--endpoint", served[1]]

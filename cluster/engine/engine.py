@@ -73,8 +73,8 @@ class Engine:
         )
 
     def _validate(self, request: EngineRequest) -> None:
-        if request.request_id in self._outputs:
-            raise InvalidRequest("request_id", request.request_id, "unused by a running request", "choose another id")
+        if request.request_id in self._outputs or any(request.request_id == told.request_id for told in self._ended):
+            raise InvalidRequest("request_id", request.request_id, "the id of no unfinished request", "choose a new one")
         length, longest, vocabulary = len(request.prompt), self.parts.max_len - 1, self.parts.target.vocab_size
         if not 1 <= length <= longest:
             remedy = "shorten the prompt" if length else "send at least one token"

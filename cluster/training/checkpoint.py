@@ -23,7 +23,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class TrainingState:
-    """How far a training is: optimizer steps, tokens trained on, running mean of the first draft's loss (None at first)."""
+    """How far a training is: optimizer steps, tokens trained on, running mean of the first draft's loss."""
 
     steps: int = 0
     passes: int = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.core.request import FinishReason
@@ -27,6 +28,8 @@ from cluster.training.samples import Sample, append_samples, chat_ids, read_own_
 
 _ROUND = 256
 _BATCH = 64
+_FRUITLESS_ROUNDS = 3
+_SEEDS_A_SAMPLE = 1 << 20
 _PROMPT_TOKENS = 100
 _GREEDY = 0.0
 _VARIED = 0.7
@@ -46,7 +49,7 @@ def answer_prompts(
     samples = read_own_samples(path)
     missing = [chat_ids(tokenizer, prompt) for prompt in prompts[len(samples) :]]
     if missing:
-        with _answerer(options, "float32") as answer:
+        with _answerer(options, "float32", options.seed) as answer:
             for start in range(0, len(missing), _BATCH):
                 part = missing[start : start + _BATCH]
                 answers = answer(part, SamplingParams(max_tokens=options.held_out_tokens, temperature=_GREEDY))
@@ -73,7 +76,8 @@ def build_corpus(
     if done >= options.tokens:
         return samples
     dtype = str(compute_dtype(options.compute_dtype)).removeprefix("torch.")
-    with _answerer(options, dtype) as answer:
+    # What an earlier call drew is not drawn again.
+    with _answerer(options, dtype, options.seed + len(samples) * _SEEDS_A_SAMPLE) as answer:
         for ids, temperature in _rounds(options, tokenizer, answer, known):
             sampling = SamplingParams(max_tokens=options.answer_tokens, temperature=temperature)
             new = [
@@ -105,7 +109,8 @@ def _rounds(
     known |= {tuple(ids) for ids in given}
     opening = _user_turn(tokenizer)
     sampling = SamplingParams(max_tokens=_PROMPT_TOKENS, temperature=1.0, top_k=64)
-    while True:
+    fruitless = 0
+    while fruitless < _FRUITLESS_ROUNDS:
         fresh = []
         for event in answer([opening] * _ROUND, sampling):
             ids = chat_ids(tokenizer, tokenizer.decode(event.token_ids))
@@ -114,9 +119,9 @@ def _rounds(
             if ended and tuple(ids) not in known:
                 known.add(tuple(ids))
                 fresh.append(ids)
-        if not fresh:
-            raise ConfigError("model invents no user prompts from its chat template; give text with data or prompts.")
+        fruitless = 0 if fresh else fruitless + 1
         yield fresh, _GREEDY
+    raise ConfigError("model invents no user prompts from its chat template; give text with data, or more prompts.")
 
 
 def _user_turn(tokenizer: Tokenizer) -> list[int]:
@@ -128,17 +133,20 @@ def _user_turn(tokenizer: Tokenizer) -> list[int]:
 
 
 @contextmanager
-def _answerer(options: TrainDraftOptions, dtype: str) -> Iterator[Answer]:
-    """A function that has the engine answer a list of prompts."""
+def _answerer(options: TrainDraftOptions, dtype: str, first_seed: int) -> Iterator[Answer]:
+    """A function that has the engine answer a list of prompts, each request with a seed of its own."""
     engine = Engine(
         EngineConfig(
             model=options.model, dtype=dtype, max_batch=_BATCH, max_queue=_ROUND, chunk=None, threads=options.threads
         )
     )
-    numbers = itertools.count()
+    seeds = itertools.count(first_seed)
 
     def answer(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[RequestEvent]:
-        requests = [EngineRequest(f"train-{next(numbers)}", tuple(prompt), sampling) for prompt in prompts]
+        requests = [
+            EngineRequest(f"train-{seed}", tuple(prompt), replace(sampling, seed=seed))
+            for prompt, seed in zip(prompts, seeds, strict=False)
+        ]
         events = engine.generate(requests)
         for event in events:
             if event.error is not None:

@@ -58,10 +58,12 @@ def read_own_samples(path: Path) -> list[Sample]:
 
 
 def append_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Adds samples to a .jsonl file; a line is written in one call, so that an interruption costs at most one."""
+    """Adds samples to a .jsonl file; a line that an interruption cut short is closed, so that it spoils no other."""
+    cut_short = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
     with path.open("a") as file:
-        for sample in samples:
-            file.write(json.dumps(asdict(sample)) + "\n")
+        if cut_short:
+            file.write("\n")
+        file.writelines(json.dumps(asdict(sample)) + "\n" for sample in samples)
 
 
 def read_prompts(path: Path) -> list[str]:

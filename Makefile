@@ -8,14 +8,11 @@ MODEL       ?=
 ARGS        ?=
 # A wheel index that carries torch's CPU build, for machines without a GPU whose default index has the CUDA build.
 TORCH_INDEX ?=
-GPU         := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EXTRAS      := dev$(if $(GPU),$(comma)gpu)
-comma       := ,
 
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev weights demo serve test check lint format proto bench clean
+.PHONY: help install install-dev weights demo serve bench test lint mutants format proto clean
 
 help:  ## list the tasks
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +54,19 @@ serve: $(VENV)/.base $(VENV)/.weights  ## serve the demo model (or MODEL=folder)
 bench: $(VENV)/.base $(VENV)/.weights  ## measure the engine against transformers' generate()
 	$(BIN)/tandem bench engine $(ARGS)
 
+# Engines to measure against, each in an environment of its own. The wheel of vLLM asks for CUDA builds of torch's
+# companions, which break the CPU build; SGLang's radix cache needs none of what SGLang asks for but torch.
+PEERS       := .peers
+
+peers: $(PEERS)/vllm/.ready $(PEERS)/sglang/.ready  ## install what `tandem bench core` compares with (4.5 GB)
+
+$(PEERS)/vllm/.ready: cluster/bench/peer_scripts/vllm-requirements.txt
+	$(PYTHON) -m venv $(PEERS)/vllm
+	$(PEERS)/vllm/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0'
+	$(PEERS)/vllm/bin/python -m pip install --quiet --requirement $<
+	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 # --- checking ---------------------------------------------------------------------------------------------------
 
 test: $(VENV)/.dev lint  ## run every check and test
@@ -66,6 +76,9 @@ lint: $(VENV)/.dev  ## ruff, mypy --strict, buf lint proto
 	$(BIN)/ruff check cluster actors tests
 	$(BIN)/mypy
 	$(BIN)/buf lint proto
+
+mutants: $(VENV)/.dev  ## put deliberate bugs into the core; each must be caught by its test
+	$(BIN)/python -m tests.mutants.run
 
 format: $(VENV)/.dev  ## rewrite the sources in the one format
 	$(BIN)/ruff check --fix cluster actors tests

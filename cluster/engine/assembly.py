@@ -1,7 +1,7 @@
 """Puts an engine's parts together: models, pools cut from one byte budget, planner, step runner.
 
-Invariant: the tensors of both pools together take at most `kv_bytes`. Called once, by `Engine`; every failure is an error for
-the user.
+Invariant: the tensors of both pools together take at most `kv_bytes`. Called once, by `Engine`; every failure is an
+error for the user.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def _allocate_pools(config: EngineConfig, target: LoadedModel, drafter: Drafter 
     return kv
 
 
-def _pair(
-    config: EngineConfig, target: LoadedModel, drafter: Drafter | None, kv: dict[str, KvTensors]
-) -> PairedCache:
+def _pair(config: EngineConfig, target: LoadedModel, drafter: Drafter | None, kv: dict[str, KvTensors]) -> PairedCache:
     target_spec = _spec("target", kv["target"], target.fingerprint, span=0)
     if drafter is None or config.draft is None or "draft" not in kv:
         return PairedCache(target_spec)

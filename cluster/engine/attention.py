@@ -1,13 +1,14 @@
 """Attention over paged KV, behind one interface: `plan(batch, kv)` once per step, `run(layer, ...)` per layer.
 
-`paged_attention` is the function that transformers' models call in place of their own (registered under `TANDEM_PAGED`);
-it hands the layer's new keys and values to the plan that travels in the forward's keyword arguments. Heads that are no
-transformers model (an EAGLE3 draft) call `plan.run` directly.
+`paged_attention` is the function that transformers' models call in place of their own (registered under
+`TANDEM_PAGED`); it hands the layer's new keys and values to the plan that travels in the forward's keyword arguments.
+Heads that are no transformers model (an EAGLE3 draft) call `plan.run` directly.
 
-Owns `GatherSdpa`, the reference backend: write the new KV to its slots, gather each row's blocks, scaled_dot_product_attention.
-Short rows (decodes, with their drafts) of similar context run as one padded group; long rows (prefill chunks) run one by
-one. All index tensors and masks are made once a step and shared by the layers. Invariant: a row reads only blocks of its
-own block table; where a group is padded, the row's own first block is read and masked.
+Owns `GatherSdpa`, the reference backend: write the new KV to its slots, gather each row's blocks,
+scaled_dot_product_attention. Short rows (decodes, with their drafts) of similar context run as one padded group; long
+rows (prefill chunks) run one by one. All index tensors and masks are made once a step and shared by the layers.
+Invariant: a row reads only blocks of its own block table; where a group is padded, the row's own first block is read
+and masked.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class GatherSdpa:
 
 
 class _Workspace:
-    """Buffers that gathered KV is written to. Fresh memory for each layer would cost more in page faults than the copy."""
+    """Buffers for gathered KV. Fresh memory for each layer would cost more in page faults than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -149,7 +150,7 @@ class _Group:
         read = self._read(spec.window)
         keys, values = read.gather(self._kv, layer, self._workspace)
         heads, kv_heads, batch = query.shape[0], keys.shape[1], len(self._rows)
-        queries = query.unflatten(1, (batch, self._length)).transpose(0, 1)
+        queries = query.reshape(heads, batch, self._length, -1).transpose(0, 1)
         folded = self._length <= _GROUPED_QUERIES
         if folded:  # the query heads of one KV head become rows of one product
             queries = queries.reshape(batch, kv_heads, -1, query.shape[-1])
@@ -183,9 +184,9 @@ class _Group:
 class _Read:
     """What a group reads: per row a run of `length` positions from `starts[row]` on.
 
-    `blocks` is None where the one row's blocks lie side by side in the pool: then `run` is a slice of its slots and nothing
-    is copied. Otherwise `run` selects from the positions of the gathered blocks. `exact`: with one query per row, it sees
-    exactly the positions read.
+    `blocks` is None where the one row's blocks lie side by side in the pool: then `run` is a slice of its slots and
+    nothing is copied. Otherwise `run` selects from the positions of the gathered blocks. `exact`: with one query per
+    row, it sees exactly the positions read.
     """
 
     blocks: Tensor | None
@@ -230,7 +231,9 @@ class _Read:
         return gathered.view(self.rows, -1, *gathered.shape[2:])[:, self.run].transpose(1, 2)
 
 
-def _scores_and_values(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+def _scores_and_values(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
     """Attention of `queries` `[rows, heads or kv_heads, q, dim]`; heads are expanded where they outnumber the keys'."""
     if spec.softcap is None and spec.sinks is None:
         grouped = queries.shape[1] != keys.shape[1]
@@ -258,7 +261,7 @@ def _attend_by_hand(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor 
 
 
 def paged_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -271,7 +274,7 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What a transformers attention module calls: `[1, heads, T, dim]` in, `[1, T, heads, dim]` out. The mask is ours."""
+    """What transformers calls: `[1, heads, T, dim]` in, `[1, T, heads, dim]` out. The mask is ours."""
     spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     return paged.run(module.layer_idx, query[0], key[0], value[0], spec)[None], None
 

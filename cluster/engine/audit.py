@@ -1,9 +1,9 @@
 """The KV audit: is the KV in published blocks what one fresh, unchunked forward of the same tokens computes?
 
-A token sequence is opened and claimed as a request with that prompt would be, so what is compared is exactly what such a
-request would reuse: keys and values of every layer of both pools, against a recomputation in a pool of its own. The draft's
-is recomputed by its drafter, from the target's hidden states of that same forward. Called when the engine is idle, in tests
-and in audit mode: it is slow, and claims touch the order of eviction.
+A token sequence is opened and claimed as a request with that prompt would be, so what is compared is exactly what
+such a request would reuse: keys and values of every layer of both pools, against a recomputation in a pool of its
+own. The draft's is recomputed by its drafter, from the target's hidden states of that same forward. Called when the
+engine is idle, in tests and in audit mode: it is slow, and claims touch the order of eviction.
 """
 
 from __future__ import annotations
@@ -111,5 +111,3 @@ def _worse(a: float, b: float) -> float:
 
 def _tolerance(kv: KvTensors) -> float:
     return TOLERANCE_16_BIT if kv.layout.dtype.itemsize <= 2 else TOLERANCE
-
-

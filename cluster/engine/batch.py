@@ -1,8 +1,8 @@
 """Packing of rows of different lengths into one 1xT forward.
 
-A row is a run of consecutive tokens of one sequence. `pack` decides the slot every token's KV is written to: positions below
-the row's `held` already have their KV in a block that other requests may share, so they go to the trash slot. Reading is not
-affected by `held`. Called by the engine (target rows) and by the drafters (draft rows).
+A row is a run of consecutive tokens of one sequence. `pack` decides the slot every token's KV is written to:
+positions below the row's `held` already have their KV in a block that other requests may share, so they go to the
+trash slot. Reading is not affected by `held`. Called by the engine (target rows) and by the drafters (draft rows).
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from cluster.speculation.lookahead import SpeculationMethod
 class EngineConfig:
     """Sizes are in tokens unless the name says otherwise.
 
-    `kv_bytes` is the one budget that the target's and the draft's pool share. `chunk` bounds the prompt tokens a request
-    computes in one step (None: only `token_budget` bounds them). `max_len` bounds prompt plus output; None means the
-    model's own limit.
+    `kv_bytes` is the one budget that the target's and the draft's pool share. `chunk` bounds the prompt tokens a
+    request computes in one step (None: only `token_budget` bounds them). `max_len` bounds prompt plus output; None
+    means the model's own limit.
     """
 
     model: Path

@@ -1,9 +1,9 @@
 """The engine: continuous batching of requests over one target, one optional drafter and the paired KV pools.
 
-`step` is admit -> plan -> copies -> target forward -> sample and verify -> draft -> append and commit -> events. Which rows run
-is decided by `cluster.core.admission`, what happens on tensors by `cluster.engine.step`. Invariant: between two steps no
-block is reserved, and a request that has ended holds none. If a step raises, its requests fail and the engine goes on.
-Owned by one thread: that of `cluster.engine.loop`, outside of tests.
+`step` is admit -> plan -> copies -> target forward -> sample and verify -> draft -> append and commit -> events.
+Which rows run is decided by `cluster.core.admission`, what happens on tensors by `cluster.engine.step`. Invariant:
+between two steps no block is reserved, and a request that has ended holds none. If a step raises, its requests fail
+and the engine goes on. Owned by one thread: that of `cluster.engine.loop`, outside of tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import replace
 from cluster.core.batch_plan import StepPlan
 from cluster.core.ledger import FrontierChanges
 from cluster.core.request import FinishReason, Request
-from cluster.core.sampling import SamplingParams
 from cluster.engine.assembly import assemble
 from cluster.engine.audit import PoolAudit, PublishedSequence
 from cluster.engine.config import EngineConfig
@@ -74,7 +73,9 @@ class Engine:
 
     def _validate(self, request: EngineRequest) -> None:
         if request.request_id in self._outputs or any(request.request_id == told.request_id for told in self._ended):
-            raise InvalidRequest("request_id", request.request_id, "the id of no unfinished request", "choose a new one")
+            raise InvalidRequest(
+                "request_id", request.request_id, "the id of no unfinished request", "choose a new one"
+            )
         length, longest, vocabulary = len(request.prompt), self.parts.max_len - 1, self.parts.target.vocab_size
         if not 1 <= length <= longest:
             remedy = "shorten the prompt" if length else "send at least one token"
@@ -197,6 +198,7 @@ class Engine:
         return EngineStats(
             running=self._admission.num_running,
             waiting=self._admission.num_waiting,
+            backlog=self._admission.backlog,
             steps=counters.steps,
             failed_steps=counters.failed_steps,
             finished_requests=counters.finished_requests,
@@ -256,5 +258,11 @@ def _internal_error(what: str, requests: Sequence[Request]) -> Internal:
     """Log a defect, with its traceback if one is being handled, under an id that the client is given."""
     error_id = secrets.token_hex(6)
     ids = ",".join(request.request_id for request in requests)
-    _log.error("event=engine_fault error_id=%s what=%r requests=%s", error_id, what, ids, exc_info=sys.exc_info()[0] is not None)
+    _log.error(
+        "event=engine_fault error_id=%s what=%r requests=%s",
+        error_id,
+        what,
+        ids,
+        exc_info=sys.exc_info()[0] is not None,
+    )
     return Internal(error_id)

@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out: requests, and per step the events of each request.
 
-Invariant: of one request's events, the joined `token_ids` and `text` are its output, and exactly the last has `finish` and
-`usage`. Made by the engine thread, read by the loop and the worker's service.
+Invariant: of one request's events, the joined `token_ids` and `text` are its output, and exactly the last has
+`finish` and `usage`. Made by the engine thread, read by the loop and the worker's service.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class EngineRequest:
 class Usage:
     """Numbers of a finished request.
 
-    Tokens: `reused_*` are the prompt tokens whose KV was found at the first claim, in the target's pool, the draft's, and
-    in both at once. `draft_steps` are target forwards that verified drafts; `decode_steps` all that yielded tokens.
+    Tokens: `reused_*` are the prompt tokens whose KV was found at the first claim, in the target's pool, the draft's,
+    and in both at once. `draft_steps` are target forwards that verified drafts; `decode_steps` all that yielded
+    tokens.
     """
 
     prompt_tokens: int
@@ -51,7 +52,7 @@ class Usage:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens a target step yields, by vLLM's count: 1 + accepted / steps with drafts. None without such steps."""
+        """Mean tokens of a target step as vLLM counts it: 1 + accepted / steps with drafts; None without such steps."""
         return 1 + self.accepted / self.draft_steps if self.draft_steps else None
 
 

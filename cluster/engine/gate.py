@@ -1,15 +1,16 @@
 """The gate a model passes before it is served: is the attention it computes really ours, and is it right?
 
-Some architectures ignore a registered attention function silently, others keep state that isn't a KV cache. So the gate
-checks the architecture's flag and layer types, runs a few tokens through a recorder (which also yields the shape of the KV
-cache, for any architecture), and compares a paged forward in two pieces with the model's own eager forward. Called by
-`cluster.engine.model`; every refusal is a ModelLoadError of one sentence.
+Some architectures ignore a registered attention function silently, others keep state that isn't a KV cache. So the
+gate checks the architecture's flag and layer types, runs a few tokens through a recorder (which also yields the shape
+of the KV cache, for any architecture), and compares a paged forward in two pieces with the model's own eager forward.
+Called by `cluster.engine.model`; every refusal is a ModelLoadError of one sentence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ def check_and_measure(model: PreTrainedModel) -> KvLayout:
     return layout
 
 
-def check_flag(architecture: type) -> None:
+def check_flag(architecture: Any) -> None:
     """Refuse an architecture that computes its attention by itself."""
     if not getattr(architecture, "_supports_attention_backend", False):
         raise _refusal(architecture.__name__, "does not let its attention be replaced")

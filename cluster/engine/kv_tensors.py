@@ -1,9 +1,9 @@
 """The tensors behind one KV pool.
 
-Per layer a key and a value tensor `[blocks + 1, block_size, kv_heads, head_dim]`, zero-initialised. Block ids come from
-`cluster.core`; the extra last block is the trash block, where positions are written that must be computed but whose KV is
-already held by a shared block. Nothing ever reads the trash block. Used by the attention backends and by the engine, which
-carries out the copies that a claim orders.
+Per layer a key and a value tensor `[blocks + 1, block_size, kv_heads, head_dim]`, zero-initialised. Block ids come
+from `cluster.core`; the extra last block is the trash block, where positions are written that must be computed but
+whose KV is already held by a shared block. Nothing ever reads the trash block. Used by the attention backends and by
+the engine, which carries out the copies that a claim orders.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KvLayout:
 
 
 class KvTensors:
-    """Storage of `num_blocks` blocks; block ids are `0 .. num_blocks - 1`, and `num_blocks` itself is the trash block."""
+    """Storage of `num_blocks` blocks with ids `0 .. num_blocks - 1`; `num_blocks` itself is the trash block."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.layout = layout
@@ -86,4 +86,7 @@ class KvTensors:
     def read(self, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values `[length, kv_heads, head_dim]` of a sequence (audit and tests)."""
         blocks = torch.tensor(block_table, dtype=torch.long, device=self.device)
-        return tuple(t.index_select(0, blocks).flatten(0, 1)[:length] for t in (self.keys[layer], self.values[layer]))
+        keys, values = (
+            t.index_select(0, blocks).flatten(0, 1)[:length] for t in (self.keys[layer], self.values[layer])
+        )
+        return keys, values

@@ -1,9 +1,9 @@
 """The engine's thread, and the bridge between it and asyncio.
 
-The thread owns the engine: everything that touches it runs there. Other threads put commands into an inbox; events come
-back on the asyncio loop that submitted the request, one wake-up per step however many requests had news. A stream merges
-what its reader has not fetched yet, so it never holds more than the request's output. When there is nothing to do the
-thread sleeps on a condition. Called by the worker's gRPC service and by the worker actor.
+The thread owns the engine: everything that touches it runs there. Other threads put commands into an inbox; events
+come back on the asyncio loop that submitted the request, one wake-up per step however many requests had news. A
+stream merges what its reader has not fetched yet, so it never holds more than the request's output. When there is
+nothing to do the thread sleeps on a condition. Called by the worker's gRPC service and by the worker actor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_COMMANDS = 4096
 
 
 class RequestStream(AsyncIterator[RequestEvent]):
-    """Events of one request, for one reader, on the asyncio loop that submitted it. Ends after the event with `finish`."""
+    """Events of one request, for one reader on the asyncio loop that submitted it; ends after `finish`."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -171,7 +171,11 @@ class EngineLoop:
                 _log.exception("event=after_step_failed")
         homes: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestEvent]]] = {}
         for event in events:
-            stream = self._streams.get(event.request_id) if event.finish is None else self._streams.pop(event.request_id, None)
+            stream = (
+                self._streams.get(event.request_id)
+                if event.finish is None
+                else self._streams.pop(event.request_id, None)
+            )
             if stream is not None:
                 homes.setdefault(stream.home, []).append((stream, event))
         for home, news in homes.items():

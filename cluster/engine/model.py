@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from cluster.engine.attention import TANDEM_PAGED
 from cluster.engine.gate import check_and_measure, check_flag
@@ -56,7 +62,7 @@ def load_target(path: Path, dtype: str = "auto", device: torch.device | None = N
 
 
 def describe(model: PreTrainedModel, identity: str, eos_ids: tuple[int, ...] = ()) -> LoadedModel:
-    """Pass `model` (on its device, `eval`, attention set to ours) through the gate and read off what the engine needs."""
+    """Pass `model` (on its device, `eval`, attention set to ours) through the gate, and describe it."""
     layout = check_and_measure(model)
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -144,7 +150,8 @@ def _load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrai
     try:
         # Before the weights are read: some architectures that lack the flag can't even be built with our attention.
         check_flag(MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(path, local_files_only=True))])
-        model, info = AutoModelForCausalLM.from_pretrained(
+        load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it returned the class of the factory
+        model, info = load(
             path,
             dtype=dtype,
             attn_implementation=TANDEM_PAGED,
@@ -157,20 +164,24 @@ def _load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrai
         raise
     except Exception as error:  # transformers raises whatever the folder makes it stumble over
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise ModelLoadError(f"{path} can't be loaded as a causal language model ({reason}): check the folder.") from error
+        raise ModelLoadError(
+            f"{path} can't be loaded as a causal language model ({reason}): check the folder."
+        ) from error
     lacking = sorted({*info["missing_keys"], *(str(entry[0]) for entry in info["mismatched_keys"])})
     if lacking:
         raise ModelLoadError(
-            f"{path} lacks {len(lacking)} weights of its architecture ({', '.join(lacking[:3])}): fetch or convert it again."
+            f"{path} lacks {len(lacking)} weights of its architecture ({', '.join(lacking[:3])}): "
+            "fetch or convert it again."
         )
-    return model.to(device).eval().requires_grad_(False)
+    loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return loaded
 
 
 def lay_out_for_small_batches(model: PreTrainedModel) -> None:
     """Store the weights of linear layers column by column; their values and shapes stay.
 
-    A product of a few rows with a matrix is bound by how the matrix is walked: MKL takes 1.3 to 2.3 times as long for 8 rows
-    when it is stored as checkpoints store it.
+    A product of a few rows with a matrix is bound by how the matrix is walked: MKL takes 1.3 to 2.3 times as long for
+    8 rows when it is stored as checkpoints store it.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

@@ -1,9 +1,9 @@
 """The output side of one request: text, stop conditions and usage.
 
-Owns the decision how many of the tokens that a step yields count: a stop token, a stop string, `max_tokens` or the length
-limit may end the request in the middle of an accepted run of drafts, and what follows is dropped as if it had never been
-drafted. Invariant: text, ids and finish reason depend on the token sequence only, not on how many came per step.
-Used by the engine, one per request.
+Owns the decision how many of the tokens that a step yields count: a stop token, a stop string, `max_tokens` or the
+length limit may end the request in the middle of an accepted run of drafts, and what follows is dropped as if it had
+never been drafted. Invariant: text, ids and finish reason depend on the token sequence only, not on how many came per
+step. Used by the engine, one per request.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Taken:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request's output. `tokens` are prompt and output. Without a tokenizer (`detokenizer` is None) there is
-    no text."""
+    """State of one request's output. `tokens` are prompt and output. Without a tokenizer (`detokenizer` is None)
+    there is no text.
+    """
 
     request: Request
     detokenizer: IncrementalDetokenizer | None
@@ -96,7 +97,7 @@ class RequestOutput:
         return None
 
     def _emit(self, token: int, pieces: list[str], may_stop: bool) -> bool:
-        """Release the token's text; whether a stop string is complete. Text before `min_tokens` is no part of a match."""
+        """Release the token's text; whether a stop string is complete. Text before `min_tokens` never matches."""
         if self.detokenizer is None:
             return False
         text, matched = self.detokenizer.feed((token,)), False

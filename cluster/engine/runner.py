@@ -1,7 +1,7 @@
 """One forward of a loaded model over a packed batch, against its KV pool.
 
-Owns the calling convention with transformers: no cache of theirs, positions given, logits only where asked for, hidden states
-only of the layers asked for. Called by the engine for the target and by the draft_model drafter.
+Owns the calling convention with transformers: no cache of theirs, positions given, logits only where asked for,
+hidden states only of the layers asked for. Called by the engine for the target and by the draft_model drafter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cluster.engine.model import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """`logits` `[R, V]` float32, one row per asked index; `hidden` `[T, n * H]`, the n asked hidden states side by side."""
+    """`logits` `[R, V]` float32, one row per asked index; `hidden` `[T, n * H]`, the asked states side by side."""
 
     logits: Tensor
     hidden: Tensor | None

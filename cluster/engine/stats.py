@@ -1,7 +1,7 @@
 """Counters of an engine and a snapshot of them.
 
-`EngineCounters` belongs to the engine thread and only ever grows; `EngineStats` is an immutable picture that other threads
-may read.
+`EngineCounters` belongs to the engine thread and only ever grows; `EngineStats` is an immutable picture that other
+threads may read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ class EngineCounters:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`running` and `waiting` count requests; `pools` has the block meters of "target" and, if there is one, "draft"."""
+    """`running` and `waiting` count requests, `backlog` the tokens they have yet to prefill; `pools` has the block
+    meters of "target" and, if there is one, "draft".
+    """
 
     running: int
     waiting: int
+    backlog: int
     steps: int
     failed_steps: int
     finished_requests: int

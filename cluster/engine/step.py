@@ -1,7 +1,8 @@
 """The tensor side of a step: copies, target forward, sampling and verification, drafting.
 
-Owns the order in which these happen and nothing that outlives the step: what the outcome means for caches and requests is
-decided by the engine. A step that raises has changed KV only in blocks that its own rows hold. Called by `Engine.step`.
+Owns the order in which these happen and nothing that outlives the step: what the outcome means for caches and
+requests is decided by the engine. A step that raises has changed KV only in blocks that its own rows hold. Called by
+`Engine.step`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.batch_plan import RowPlan, StepPlan
-from cluster.core.paired_cache import Coupling
+from cluster.core.paired_cache import CacheHandle
 from cluster.engine.batch import PackedBatch, PagedRow, pack
 from cluster.engine.kv_tensors import KvTensors
 from cluster.engine.output import RequestOutput, Taken
@@ -25,7 +26,7 @@ from cluster.speculation.verify import verify
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """What a row came to. `taken` is None for a chunk of a prompt, and for a row whose logits were not finite (`failed`)."""
+    """What a row came to. `taken` is None for a chunk of a prompt, and where logits were not finite (`failed`)."""
 
     row: RowPlan
     taken: Taken | None = None
@@ -72,12 +73,18 @@ class StepRunner:
                 outcomes.append(RowOutcome(row))
                 continue
             end = at + row.num_drafts + 1
-            outcomes.append(_judge(row, result.tokens[at:end], result.logprobs[at:end], outputs[row.request.request_id]))
+            outcomes.append(
+                _judge(row, result.tokens[at:end], result.logprobs[at:end], outputs[row.request.request_id])
+            )
             at = end
         return outcomes
 
     def _draft(
-        self, outcomes: list[RowOutcome], batch: PackedBatch, hidden: Tensor | None, outputs: Mapping[str, RequestOutput]
+        self,
+        outcomes: list[RowOutcome],
+        batch: PackedBatch,
+        hidden: Tensor | None,
+        outputs: Mapping[str, RequestOutput],
     ) -> list[RowOutcome]:
         """Write the draft's KV for what is known now and propose the drafts of the next step."""
         if self._drafter is None:
@@ -114,14 +121,20 @@ class StepRunner:
             params=row.request.sampling,
             seed=output.seed,
             num_prompt=len(row.request.prompt),
-            block_table=() if row.draft_start is None else row.request.handle.block_table("draft"),
-            held=0 if row.draft_start is None else row.request.handle.held("draft"),
+            block_table=() if row.draft_start is None else _handle(row).block_table("draft"),
+            held=0 if row.draft_start is None else _handle(row).held("draft"),
             hidden=None if hidden is None else hidden[first : first + end - start],
         )
 
 
+def _handle(row: RowPlan) -> CacheHandle:
+    if row.request.handle is None:
+        raise RuntimeError(f"request {row.request.request_id} runs without blocks")
+    return row.request.handle
+
+
 def _target_row(row: RowPlan) -> PagedRow:
-    handle = row.request.handle
+    handle = _handle(row)
     return PagedRow(row.tokens, row.start, handle.block_table("target"), handle.held("target"))
 
 

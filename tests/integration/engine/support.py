@@ -1,4 +1,4 @@
-"""Shared by the engine's integration tests: tiny engines, prompts, and greedy generation by transformers as the oracle."""
+"""Shared by the engine's integration tests: tiny engines, prompts, and transformers' `generate` as the oracle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def run_all(engine: Engine, prompts: Sequence[tuple[int, ...]], sampling: Sampli
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers' own `generate` yields: tokens, and for each how far the second best logit lay behind the best."""
+    """What transformers' own `generate` yields: tokens, and how far the second best logit lay behind each."""
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]

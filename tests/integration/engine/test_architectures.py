@@ -92,7 +92,9 @@ def test_served(kind: str, tmp_path: Path) -> None:
 
 def test_layout_comes_from_what_attention_stores(tmp_path: Path) -> None:
     """Expanded MLA has keys wider than values; grouped queries store fewer heads than they ask with."""
-    assert load_target(save("deepseek_v3", tmp_path / "d", **SERVED["deepseek_v3"])).layout.layers[0] == LayerKv(4, 16, 8)
+    assert load_target(save("deepseek_v3", tmp_path / "d", **SERVED["deepseek_v3"])).layout.layers[0] == LayerKv(
+        4, 16, 8
+    )
     assert load_target(save("llama", tmp_path / "l")).layout.layers[0] == LayerKv(2, 8, 8)
 
 
@@ -115,7 +117,7 @@ def test_attention_that_is_not_ours_is_found_out(monkeypatch: pytest.MonkeyPatch
 def test_layers_that_skip_the_function_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("llama", TANDEM_PAGED)
     monkeypatch.setattr(model.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
-    with pytest.raises(ModelLoadError, match="once for each of its layers"):
+    with pytest.raises(ModelLoadError, match=r"once for each of its layers"):
         check_and_measure(model)
 
 
@@ -125,7 +127,7 @@ def test_missing_folder() -> None:
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="no readable config.json"):
+    with pytest.raises(ModelLoadError, match=r"no readable config\.json"):
         load_target(tmp_path)
 
 
@@ -133,7 +135,9 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     save("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04]q\x00.")
-    with pytest.raises(ModelLoadError, match="pickled weights, which are never read.*convert the weights to safetensors"):
+    with pytest.raises(
+        ModelLoadError, match=r"pickled weights, which are never read.*convert the weights to safetensors"
+    ):
         load_target(tmp_path)
 
 
@@ -146,7 +150,9 @@ def test_code_from_the_folder_is_not_run(tmp_path: Path) -> None:
         load_target(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x0e\x00\x00\x00\x00\x00\x00\x00{broken json {"], ids=["empty", "noise", "json"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 100, b"\x0e\x00\x00\x00\x00\x00\x00\x00{broken json {"], ids=["empty", "noise", "json"]
+)
 def test_damaged_weights(tmp_path: Path, content: bytes) -> None:
     save("llama", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Requests that can't be served are refused with one sentence, before anything is allocated; the others don't notice."""
+"""Requests that can't be served are refused in one sentence, before anything is allocated; others don't notice."""
 
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def test_others_do_not_notice(engine: Engine) -> None:
 
 
 def test_budget_too_small_for_one_block() -> None:
-    with pytest.raises(ConfigError, match="KV budget is 1000 bytes.*more KV memory"):
+    with pytest.raises(ConfigError, match=r"KV budget is 1000 bytes.*more KV memory"):
         make_engine("none", kv_bytes=1000)
 
 

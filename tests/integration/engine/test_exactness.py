@@ -1,8 +1,8 @@
 """Greedy float32 output is the same tokens whatever the engine does to be fast: the whole matrix against transformers.
 
-{none, ngram, draft_model, eagle3} x {reuse on, off} x {chunk 16, 64, unchunked} x {alone, 8 in a batch} x {roomy pools, pools so
-small that requests are preempted}. Where the two best logits nearly tie, rounding may choose either; such places are counted,
-and there may be one in 10,000 tokens.
+{none, ngram, draft_model, eagle3} x {reuse on, off} x {chunk 16, 64, unchunked} x {alone, 8 in a batch} x {roomy
+pools, pools so small that requests are preempted}. Where the two best logits nearly tie, rounding may choose either;
+such places are counted, and there may be one in 10,000 tokens.
 """
 
 from collections.abc import Iterator

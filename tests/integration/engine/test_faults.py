@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from cluster.core.request import FinishReason
 from cluster.engine.engine import Engine
 from cluster.engine.events import EngineRequest, RequestEvent
@@ -201,4 +202,3 @@ def test_a_defect_in_planning_fails_what_is_there_and_nothing_else(monkeypatch: 
     assert {event.finish for event in events} == {FinishReason.ERROR}
     assert len(events) == 8
     assert_idle_and_well(engine)
-

@@ -1,4 +1,4 @@
-"""Seeded sampling is a function of prompt, parameters and seed: speculation, reuse, chunks and company don't change it."""
+"""Seeded sampling is a function of prompt, parameters and seed, whatever speculation, reuse, chunks and company do."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -8,14 +8,14 @@ from cluster.core.request import FinishReason
 from cluster.engine.engine import Engine
 from cluster.engine.events import EngineRequest, RequestEvent
 from tests.fixtures.prompts import TINY_TARGET
-from tests.integration.engine.support import encode, eight_prompts, greedy, make_engine, reference, requests, tokenizer
+from tests.integration.engine.support import eight_prompts, encode, greedy, make_engine, reference, requests, tokenizer
 
 METHODS = ["none", "ngram", "draft_model", "eagle3", "oracle"]
 
 
 @cache
 def engine_for(method: str) -> Engine:
-    """"oracle" drafts with the target itself: every draft is accepted, so each stop falls inside an accepted run."""
+    """ "oracle" drafts with the target itself: every draft is accepted, so each stop falls inside an accepted run."""
     return make_engine("draft_model", draft=TINY_TARGET) if method == "oracle" else make_engine(method)
 
 

@@ -34,9 +34,7 @@ def run_in_pieces(lengths: list[list[int]], heads: int, spec: AttentionSpec, blo
     """Sequence s is computed in pieces of `lengths[s]`, the k-th pieces of all sequences in one batch."""
     generator = torch.Generator().manual_seed(7)
     totals = [sum(pieces) for pieces in lengths]
-    inputs = [
-        tuple(torch.randn(h, n, DIM, generator=generator) for h in (heads, KV_HEADS, KV_HEADS)) for n in totals
-    ]
+    inputs = [tuple(torch.randn(h, n, DIM, generator=generator) for h in (heads, KV_HEADS, KV_HEADS)) for n in totals]
     blocks_each = -(-max(totals) // block_size)
     ids = list(range(blocks_each * len(lengths)))
     if scattered:
@@ -89,7 +87,7 @@ def test_as_many_query_heads_as_kv_heads() -> None:
 
 
 def test_what_a_stranger_left_in_the_pool_is_never_seen() -> None:
-    """Blocks are recycled without being cleared, and the trash block holds anything: neither may leak into a padded group."""
+    """Blocks are recycled uncleared, and the trash block holds anything: neither may leak into a padded group."""
     layout = KvLayout((LayerKv(KV_HEADS, DIM, DIM),), torch.float32)
     kv = KvTensors(layout, 12, 4, torch.device("cpu"))
     for tensor in (*kv.keys, *kv.values):

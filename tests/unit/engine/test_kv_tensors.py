@@ -59,7 +59,10 @@ def test_pack_lays_rows_end_to_end_and_sends_held_positions_to_the_trash() -> No
     assert batch.input_ids.tolist() == [[11, 12, 13, 14]]
     assert batch.positions.tolist() == [[3, 4, 5, 0]]
     assert batch.slots.tolist() == [kv.trash_slot, kv.trash_slot, 2 * 4 + 1, 7 * 4]
-    assert [(row.offset, row.length, row.context, row.blocks) for row in batch.rows] == [(0, 3, 6, (5, 2)), (3, 1, 1, (7,))]
+    assert [(row.offset, row.length, row.context, row.blocks) for row in batch.rows] == [
+        (0, 3, 6, (5, 2)),
+        (3, 1, 1, (7,)),
+    ]
 
 
 def test_pack_ignores_blocks_beyond_the_row_and_held_beyond_it() -> None:

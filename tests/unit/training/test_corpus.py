@@ -27,7 +27,8 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "_ROUND", 32)
-    monkeypatch.setattr(corpus, "_PROMPT_TOKENS", 40)
+    monkeypatch.setattr(corpus, "_PROMPT_TOKENS", 64)
+    monkeypatch.setattr(corpus, "_FRUITLESS_ROUNDS", 50)  # the tiny model was never taught to write users' turns
 
 
 def prompt_file(path: Path, prompts: tuple[str, ...] = PROMPTS) -> Path:

@@ -6,6 +6,7 @@ socket file of it is left. Called by `tandem serve`, `tandem demo` and tests.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ class RunningCluster:
         """Ends everything; takes a few seconds. Doing it twice does nothing."""
         with uninterrupted():
             self._stack.close()
+        atexit.unregister(self._stack.close)
 
     def __enter__(self) -> RunningCluster:
         return self
@@ -79,12 +81,15 @@ def start_cluster(
     progress("Checking the model")
     _check(config)
     stack = ExitStack()
+    # A signal between this function's return and the caller's `with` would find nobody else to clean up.
+    atexit.register(stack.close)
     try:
         with Interrupts() as interrupts:
             return _start(config, progress, schema or Schema(), stack, interrupts)
     except BaseException:
         with uninterrupted():
             stack.close()
+        atexit.unregister(stack.close)
         raise
 
 

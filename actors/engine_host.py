@@ -74,7 +74,7 @@ class EngineHost:
         return WorkerLoad(
             running=stats.running,
             waiting=stats.waiting,
-            prefill_tokens=0,
+            prefill_tokens=stats.backlog,
             started=self._loop.take_started(stats),
             pools=tuple(_usage(name, meters) for name, meters in stats.pools.items()),
             last_seq=last_seq,

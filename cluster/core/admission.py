@@ -48,6 +48,12 @@ class Admission:
         """Requests with blocks."""
         return len(self._running)
 
+    @property
+    def backlog(self) -> int:
+        """Known tokens that the target has yet to compute before its requests decode. Reuse, still unknown for those
+        that wait, will lower it."""
+        return sum(max(0, request.num_known - 1 - _cursor(request)) for request in self._requests.values())
+
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._requests)
@@ -223,4 +229,8 @@ class Admission:
 
 def _is_decoding(request: Request) -> bool:
     """Whether all but the last known token are computed."""
-    return request.handle is not None and request.handle.cursor(TARGET) >= request.num_known - 1
+    return request.handle is not None and _cursor(request) >= request.num_known - 1
+
+
+def _cursor(request: Request) -> int:
+    return 0 if request.handle is None else request.handle.cursor(TARGET)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.frontier import Frontier
-from cluster.core.paired_cache import Coupling
+from cluster.core.handle import Coupling
 from cluster.routing.prefix_map import Depth
 from cluster.routing.types import DispatchQuery, WorkerInfo
 

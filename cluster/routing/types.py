@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.core.frontier import Frontier
-from cluster.core.paired_cache import Coupling
+from cluster.core.handle import Coupling
 
 HASH_SCHEME = "sha256-raw-v1"
 """Names how raw block keys are derived and salted (`cluster.core.keys`). Peers that differ in it can't share keys."""

@@ -52,6 +52,17 @@ def test_nobody_starves_however_many_urgent_requests_arrive() -> None:
     assert step <= 2 * aging + length + 1
 
 
+def test_the_backlog_is_what_prompts_still_lack() -> None:
+    worker = make_worker(drafts=0, token_budget=8, chunk=6)
+    worker.admission.submit(make_request("a", [1] * 20, 4))
+    assert worker.admission.backlog == 19, "the last token is the first decode's"
+    worker.step()
+    assert worker.admission.backlog == 13
+    while worker.admission.has_work():
+        worker.step()
+    assert worker.admission.backlog == 0
+
+
 def test_decoding_goes_before_prompts_and_shares_the_step_with_a_chunk() -> None:
     worker = make_worker(drafts=0, token_budget=8, chunk=6)
     worker.admission.submit(make_request("a", [1] * 4, 10))

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from cluster.core.frontier import BlockState, FrontierReport
-from cluster.core.paired_cache import Coupling
+from cluster.core.handle import Coupling
 from cluster.routing.types import DispatchQuery, ModelCard, WorkerInfo
 
 BLOCK = 16

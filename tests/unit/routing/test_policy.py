@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.core.paired_cache import Coupling
+from cluster.core.handle import Coupling
 from cluster.routing.policy import Candidate, CostModel, choose, cost_of, expected_frontier
 from cluster.routing.prefix_map import Depth
 from tests.unit.routing.builders import BLOCK, chain, query, worker

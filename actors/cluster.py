@@ -25,6 +25,7 @@ from cluster.config import TandemConfig
 from cluster.directory.embedded import EmbeddedRedis
 from cluster.directory.schema import Schema
 from cluster.directory.store import check_url
+from cluster.engine.model_folder import read_config, weight_files
 from cluster.gateway.dispatcher import ClusterState
 from cluster.routing.types import WorkerInfo
 
@@ -118,8 +119,6 @@ def _start(
 
 def _check(config: TandemConfig) -> None:
     """Finds what can be found without starting anything."""
-    from cluster.engine.model import read_config, weight_files
-
     engine = config.to_engine_config()
     for folder in (engine.model, engine.draft):
         if folder is not None:

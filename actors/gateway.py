@@ -12,18 +12,18 @@ import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
 from actors.handles import SchedulerClient
 from actors.member import Loaded
 from cluster.errors import ConfigError, TandemError
-from cluster.gateway.auth import Tenants
-from cluster.gateway.served import ServedModel
-from cluster.gateway.server import GatewayServer
 from cluster.observe.logging import event, setup
 from cluster.routing.types import WorkerInfo
-from cluster.rpc.server import ServerOptions
+
+if TYPE_CHECKING:
+    from cluster.gateway.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,11 @@ class GatewayActor:
         self._options, self._worker, self._endpoint = options, worker, endpoint
 
     async def load(self) -> Loaded | TandemError:
+        # These bring the tokenizer's libraries along, which the process that starts the cluster has no use for.
+        from cluster.gateway.auth import Tenants
+        from cluster.gateway.server import GatewayServer
+        from cluster.rpc.server import ServerOptions
+
         try:
             served = await asyncio.to_thread(self._load_model)
         except TandemError as refusal:
@@ -73,6 +78,7 @@ class GatewayActor:
 
     def _load_model(self) -> ServedModel:
         from cluster.engine.tokenizer import Tokenizer
+        from cluster.gateway.served import ServedModel
 
         worker = self._worker
         return ServedModel(

@@ -16,7 +16,8 @@ from cluster.core.paired_cache import Coupling, PairedCache, PoolSpec, split_bud
 from cluster.engine.audit import KvAuditor
 from cluster.engine.config import EngineConfig
 from cluster.engine.kv_tensors import KvLayout, KvTensors
-from cluster.engine.model import LoadedModel, fingerprint, load_target, read_config, weight_files
+from cluster.engine.model import LoadedModel, load_target
+from cluster.engine.model_folder import fingerprint, read_config, weight_files
 from cluster.engine.runner import PagedModel
 from cluster.engine.sampler import Sampler
 from cluster.engine.step import StepRunner

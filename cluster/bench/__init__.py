@@ -1,0 +1,1 @@
+"""Measurements: the engine, the core, and their peers. Run by `tandem bench`."""

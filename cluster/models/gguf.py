@@ -1,7 +1,6 @@
 """Converts a GGUF file of the llama architecture into an ordinary Hugging Face model folder.
 
-Owns: the mapping from GGUF names, tensor layout and tokenizer metadata to `config.json`, `tokenizer.json`,
-`tokenizer_config.json`, `generation_config.json` and `model.safetensors`.
+Owns: the folder and its weights: GGUF's tensor names and row order, and how a folder appears whole or not at all.
 Invariant: the destination either holds a complete conversion of the given file (with a marker that says so) or is
 left as it was; a reader never sees half a folder.
 Called by `cluster.models.demo` for the demo target.
@@ -22,16 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import ModelLoadError
+from cluster.models.gguf_metadata import Fields, generation_config, model_config, tokenizer, tokenizer_config
 
 _MARKER = "conversion.json"
 _CONVERTER_VERSION = 1
-_PRE_TOKENIZER = "smollm"  # GPT-2's byte-level BPE with every digit on its own
 
 _TOP_LEVEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -76,35 +74,18 @@ def convert_gguf(source: Path, destination: Path) -> Path:
 
 
 def _write_folder(reader: GGUFReader, folder: Path) -> None:
-    fields = _Fields(reader)
+    fields = Fields(reader)
     tensors = _tensors(reader, fields)
     tied = "lm_head.weight" not in tensors
     documents = {
-        "config.json": _config(fields, tied),
-        "generation_config.json": _generation_config(fields),
-        "tokenizer_config.json": _tokenizer_config(fields),
+        "config.json": model_config(fields, tied),
+        "generation_config.json": generation_config(fields),
+        "tokenizer_config.json": tokenizer_config(fields),
     }
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    _tokenizer(fields).save(str(folder / "tokenizer.json"))
+    tokenizer(fields).save(str(folder / "tokenizer.json"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-class _Fields:
-    """The metadata of a GGUF file, by key."""
-
-    def __init__(self, reader: GGUFReader) -> None:
-        self._reader = reader
-
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ModelLoadError(f"GGUF metadata field {key} is missing; use a file made by llama.cpp's converter.")
-        return value
 
 
 def _open(source: Path) -> GGUFReader:
@@ -112,7 +93,7 @@ def _open(source: Path) -> GGUFReader:
         reader = GGUFReader(source)
     except (ValueError, IndexError) as error:
         raise ModelLoadError(f"{source} is not a readable GGUF file ({error}); fetch the file again.") from error
-    architecture = _Fields(reader).get("general.architecture")
+    architecture = Fields(reader).get("general.architecture")
     if architecture != "llama":
         raise ModelLoadError(
             f"GGUF field general.architecture is {architecture!r} but only 'llama' can be converted;"
@@ -121,90 +102,7 @@ def _open(source: Path) -> GGUFReader:
     return reader
 
 
-def _config(fields: _Fields, tied: bool) -> dict[str, Any]:
-    hidden, heads = int(fields.need("llama.embedding_length")), int(fields.need("llama.attention.head_count"))
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(fields.need("tokenizer.ggml.tokens")),
-        "hidden_size": hidden,
-        "intermediate_size": int(fields.need("llama.feed_forward_length")),
-        "num_hidden_layers": int(fields.need("llama.block_count")),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(fields.get("llama.attention.head_count_kv", heads)),
-        "head_dim": int(fields.get("llama.rope.dimension_count", hidden // heads)),
-        "hidden_act": "silu",
-        "max_position_embeddings": int(fields.need("llama.context_length")),
-        # The file holds a float32; rounding gives back the decimal that the model's authors wrote.
-        "rms_norm_eps": float(f"{fields.need('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
-        },
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": tied,
-        **_special_ids(fields),
-        "dtype": "bfloat16",
-    }
-
-
-def _special_ids(fields: _Fields) -> dict[str, int]:
-    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {ours: fields.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()}
-    return {name: int(value) for name, value in found.items() if value is not None}
-
-
-def _generation_config(fields: _Fields) -> dict[str, Any]:
-    return {"do_sample": False, **_special_ids(fields)}
-
-
-def _tokenizer_config(fields: _Fields) -> dict[str, Any]:
-    tokens = fields.need("tokenizer.ggml.tokens")
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_prefix_space": bool(fields.get("tokenizer.ggml.add_space_prefix", False)),
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": int(fields.need("llama.context_length")),
-    }
-    for name, token_id in _special_ids(fields).items():
-        config[name.removesuffix("_id")] = tokens[token_id]
-    template = fields.get("tokenizer.chat_template")
-    if template is not None:
-        config["chat_template"] = template
-    return config
-
-
-def _tokenizer(fields: _Fields) -> Tokenizer:
-    kind, pre = fields.need("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
-    if (kind, pre) != ("gpt2", _PRE_TOKENIZER):
-        raise ModelLoadError(
-            f"GGUF tokenizer {kind}/{pre} is not supported, only gpt2/{_PRE_TOKENIZER} is;"
-            " use a safetensors folder of this model instead."
-        )
-    tokens: list[str] = fields.need("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.need("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = fields.need("tokenizer.ggml.token_type")
-    special = (TokenType.CONTROL, TokenType.UNKNOWN)
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind in special
-        ]
-    )
-    return tokenizer
-
-
-def _tensors(reader: GGUFReader, fields: _Fields) -> dict[str, torch.Tensor]:
+def _tensors(reader: GGUFReader, fields: Fields) -> dict[str, torch.Tensor]:
     heads = int(fields.need("llama.attention.head_count"))
     kv_heads = int(fields.get("llama.attention.head_count_kv", heads))
     rotated = {"attn_q": heads, "attn_k": kv_heads}

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli.answer import Answer
+from cluster.cli.bench import JsonFile
 from cluster.cli.connection import stream_answer
 from cluster.cli.demo_script import MAX_TOKENS, TURNS, Message
 from cluster.cli.flags import model_flag, speculative_flag
@@ -24,9 +25,7 @@ from cluster.rpc.client import TandemClient
 
 
 def demo(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures and texts there as well.")
-    ] = None,
+    json_file: JsonFile = None,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Play it without drafting.")] = False,
     model: Annotated[Path | None, typer.Option(metavar="DIR", help="Another model. Default: the demo model.")] = None,
     speculative_config: SpeculativeOption = None,

@@ -12,6 +12,7 @@ from types import FrameType
 import typer
 from rich.console import Console
 
+from cluster.cli.bench import bench
 from cluster.cli.chat import chat
 from cluster.cli.demo import demo
 from cluster.cli.draft import draft
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 for _command in (serve, generate, chat, status, demo):
     app.command()(_command)
+app.add_typer(bench, name="bench")
 app.add_typer(draft, name="draft")
 
 

@@ -81,6 +81,16 @@ def answers_table(answers: Sequence[Answer]) -> Table:
     return table
 
 
+def comparison_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """What was compared, both values, and the ratio of the first to the second."""
+    table = _table(
+        "Ratio: the first named over the second, median over the rounds", "measured", "first", "second", "ratio"
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def dash(value: float | None, form: str = "") -> str:
     """The number, or a dash if there is none."""
     return "-" if value is None else format(value, form)

@@ -20,7 +20,7 @@ from cluster.errors import (
 )
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ["serve", "generate", "chat", "status", "demo"]
+COMMANDS = ["serve", "generate", "chat", "status", "demo", "bench", "draft"]
 
 
 def tandem(*arguments: str) -> "subprocess.CompletedProcess[str]":

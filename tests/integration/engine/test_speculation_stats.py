@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.sampling import SamplingParams
+from cluster.engine.audit import PublishedSequence
 from cluster.engine.config import EngineConfig
 from cluster.engine.engine import Engine
 from cluster.engine.events import RequestEvent
@@ -130,6 +131,7 @@ def test_beyond_the_drafts_last_position_the_target_goes_on_alone(method: Specul
             assert event.token_ids == reference(prompt, 40).tokens
             assert event.usage is not None
             assert (event.usage.drafted > 0) == (prompt is short)
+            assert all(pool.ok for pool in engine.audit([PublishedSequence((*prompt, *event.token_ids))]))
 
 
 def test_a_request_that_declines_speculation_is_not_drafted_for() -> None:

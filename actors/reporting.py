@@ -2,9 +2,8 @@
 
 Invariants: reports are numbered and sent in the order in which the pools changed, one at a time; heartbeats go out in
 regular intervals, whatever the engine and the reports are doing, sooner when the load changed, and say which report was
-the last. A report that can't be
-delivered is not kept: the gap in the numbers makes the scheduler ask for a snapshot. Used by the worker actor, on its
-asyncio loop; only `collect` and `load_changed` are called on the engine's thread.
+the last. A report that can't be delivered is not kept: the gap in the numbers makes the scheduler ask for a snapshot.
+Used by the worker actor, on its asyncio loop; only `collect` and `load_changed` are called on the engine's thread.
 """
 
 from __future__ import annotations
@@ -59,14 +58,10 @@ class Reporting:
 
     async def run(self) -> None:
         """Registers and reports until cancelled. Raises what the scheduler refuses the worker with."""
-        await self._scheduler.register(self._info, self._numbers.seq)
-        reports = asyncio.create_task(self._send_reports())
-        try:
-            await self._send_heartbeats()
-        finally:
-            reports.cancel()
+        await asyncio.gather(self._send_heartbeats(), self._send_reports())
 
     async def _send_heartbeats(self) -> None:
+        self._load_news.set()  # the first one goes out at once, and is answered with the request to register
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):

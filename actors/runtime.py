@@ -1,7 +1,8 @@
 """A private Ray instance on this machine: started, and ended without a trace.
 
 Invariant: whatever was started carries this runtime's mark in its environment, so `stop` finds and ends all of it, also
-when `start` was interrupted half way; no process, socket or file is left. Used by `actors.cluster`.
+when `start` was interrupted half way; no process, socket or file is left. If this process is killed instead, Ray's own
+processes follow it, and a small guardian removes their directory. Used by `actors.cluster`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import subprocess
 import tempfile
 import time
 from contextlib import suppress
@@ -24,6 +26,16 @@ _MARK = "_TANDEM_RUNTIME"
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no tensor or token travels through it
 _STOP_LIMIT_S = 20.0
 
+# Waits for the end of its input, which the kernel closes when the parent dies; gives Ray's processes time to die, too.
+_GUARDIAN = """
+cat >/dev/null
+for second in 1 2 3 4 5 6 7 8 9 10; do
+    [ -d "$0" ] || exit 0
+    sleep 1
+done
+rm -rf "$0"
+"""
+
 
 class RayRuntime:
     """One Ray instance with a directory and a token of its own. `stop` may be called at any time, any number of
@@ -32,6 +44,9 @@ class RayRuntime:
     def __init__(self) -> None:
         # Short, because Ray puts Unix sockets deep below it and their paths are limited to about 100 bytes.
         self.dir = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))
+        self._guardian = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARDIAN, str(self.dir)], stdin=subprocess.PIPE, start_new_session=True
+        )
         self._token = self.dir / "token"
         self._environment: dict[str, str | None] = {}
 
@@ -71,6 +86,9 @@ class RayRuntime:
         self._end_processes()
         self._restore_environment()
         shutil.rmtree(self.dir, ignore_errors=True)
+        if self._guardian.stdin is not None:
+            self._guardian.stdin.close()
+        self._guardian.wait(_STOP_LIMIT_S)
 
     def processes(self) -> list[psutil.Process]:
         """The living processes of this runtime, this one excepted."""

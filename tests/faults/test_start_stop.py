@@ -65,6 +65,15 @@ class Driver:
                 return
         raise AssertionError(f"ended before {beginning!r}: {self.process.stderr and self.process.stderr.read()}")
 
+    def wait_for_the_middle_of(self, stage: str) -> None:
+        """Returns once the stage has begun and has started something."""
+        self.read_until(STAGE + stage)
+        before = len(self.started())
+        deadline = time.monotonic() + LIMIT_S
+        while len(self.started()) <= before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def started(self) -> list[psutil.Process]:
         """What the driver started and is alive, directly or not."""
         return [process for process in psutil.process_iter() if self._is_marked(process)]
@@ -76,13 +85,16 @@ class Driver:
         except (psutil.Error, OSError):
             return False
 
-    def end(self, how: Callable[[subprocess.Popen[str]], object]) -> tuple[int, str]:
-        """Exit status and what was said, after it has ended and left nothing."""
+    def end(self, how: Callable[[subprocess.Popen[str]], object], patience_s: float = 0.0) -> tuple[int, str]:
+        """Exit status and what was said, after it has ended and left nothing, at most `patience_s` later."""
         directories = directories_of(self.started())
         how(self.process)
         _, said = self.process.communicate(timeout=LIMIT_S)
-        assert self.started() == [], "processes are left"
         assert directories
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and (self.started() or any(path.exists() for path in directories)):
+            time.sleep(0.1)
+        assert self.started() == [], "processes are left"
         assert [path for path in directories if path.exists()] == [], "files are left"
         return self.process.returncode, said
 
@@ -113,15 +125,18 @@ def interrupt(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("stage", ["Starting Ray", "Loading the model"])
 def test_ctrl_c_while_starting_leaves_nothing(drive: Callable[..., Driver], stage: str) -> None:
     driver = drive()
-    driver.read_until(STAGE + stage)
-    before = len(driver.started())
-    deadline = time.monotonic() + LIMIT_S
-    while len(driver.started()) <= before:  # in the middle of the stage: it has started something
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    driver.wait_for_the_middle_of(stage)
     status, said = driver.end(interrupt)
     assert status != 0
     assert "KeyboardInterrupt" in said
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_was_started_follows_a_killed_parent(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    driver.wait_for_the_middle_of("Starting Ray")
+    driver.end(subprocess.Popen.kill, patience_s=LIMIT_S)
 
 
 @pytest.mark.ray

@@ -30,10 +30,26 @@ class BlockCopy:
 class Holding:
     """Starts empty; `raw` is the stream that names published blocks in reports, or None where nothing is reported."""
 
-    __slots__ = ("_page", "_raw", "_weight", "cursor", "found", "leaf", "pool", "published", "reuse", "stream", "table")
+    __slots__ = (
+        "_match",
+        "_matched_at",
+        "_page",
+        "_raw",
+        "_weight",
+        "block_size",
+        "cursor",
+        "found",
+        "leaf",
+        "pool",
+        "published",
+        "reuse",
+        "stream",
+        "table",
+    )
 
     def __init__(self, pool: BlockPool, stream: KeyStream, raw: KeyStream | None, reuse: bool, weight: float) -> None:
         self.pool = pool
+        self.block_size = pool.spec.block_size
         self.stream = stream
         self.reuse = reuse
         self.leaf: Run | None = None
@@ -45,30 +61,37 @@ class Holding:
         self._raw = raw
         self._weight = weight
         self._page: int | None = None
+        self._match = NOTHING
+        self._matched_at = (-1, -1)
 
     @property
     def held(self) -> int:
         """Positions below this one lie in blocks that others may read."""
-        return self.published * self.pool.spec.block_size
+        return self.published * self.block_size
 
     @property
     def capacity(self) -> int:
         """Positions that the block table covers."""
-        return len(self.table) * self.pool.spec.block_size
+        return len(self.table) * self.block_size
 
     # ------------------------------------------------------------ claiming
 
+    def match(self) -> Match:
+        """What is published of the stream now. Looked up once for each state of the tree and of the stream."""
+        state = self.pool.tree.version, self.stream.n_units
+        if state != self._matched_at:
+            self._match = self.pool.tree.match(self.stream) if self.reuse else NOTHING
+            self._matched_at = state
+        return self._match
+
     def depth(self) -> int:
         """Units of the stream that are published now."""
-        return self.pool.tree.match(self.stream).depth(self.pool.spec.block_size) if self.reuse else 0
+        return self.match().depth(self.block_size)
 
     def prepare(self, depth: int) -> None:
         """Takes the page that a claim of `depth` units copies to, if it ends inside a block that isn't published in
-        full.
-
-        Without a page to be had, the claim will end at the last full block.
-        """
-        if self.reuse and depth > self.pool.tree.match(self.stream).blocks * self.pool.spec.block_size:
+        full. Without a page to be had, the claim will end at the last full block."""
+        if depth > self.match().blocks * self.block_size:
             pages = self.pool.allocate(1)
             self._page = pages[0] if pages else None
 
@@ -78,9 +101,8 @@ class Holding:
         Full blocks that match beyond `depth` are shared too: they needn't be stored twice, only computed past.
         """
         page, self._page = self._page, None
-        match = self.pool.tree.match(self.stream) if self.reuse else NOTHING
-        size = self.pool.spec.block_size
-        full, self.found = match.blocks * size, match.depth(size)
+        match = self.match()
+        full, self.found = match.blocks * self.block_size, match.depth(self.block_size)
         self.cursor = min(depth, self.found if page is not None else full)
         if match.blocks:
             self._share(match)
@@ -108,9 +130,10 @@ class Holding:
 
     # ------------------------------------------------------------ growing
 
-    def missing(self, positions: int) -> int:
-        """Blocks to add so that the table covers this many positions."""
-        return max(0, self.pool.spec.blocks_for(positions) - len(self.table))
+    def missing(self, width: int) -> int:
+        """Blocks to add so that the table covers `width` positions beyond the cursor."""
+        short = -(-(self.cursor + width) // self.block_size) - len(self.table)
+        return short if short > 0 else 0
 
     def grow(self, blocks: int) -> bool:
         """Adds blocks at the end of the table; False, and nothing happens, if the pool hasn't as many."""
@@ -123,25 +146,28 @@ class Holding:
 
     def shrink(self, blocks: int) -> None:
         """Takes blocks off the end of the table; never those that hold committed positions."""
-        keep = max(len(self.table) - blocks, self.published, self.pool.spec.blocks_for(self.cursor))
-        self.pool.give_back(self.table[keep:])
-        del self.table[keep:]
+        keep = max(len(self.table) - blocks, self.published, -(-self.cursor // self.block_size))
+        if keep < len(self.table):
+            self.pool.give_back(self.table[keep:])
+            del self.table[keep:]
 
-    def advance(self, computed: int) -> None:
-        """`computed` more positions have valid KV: publishes the blocks that this completes.
-
-        Raises ValueError, and changes nothing, if they exceed the capacity or depend on tokens that aren't known.
-        """
+    def check_advance(self, computed: int) -> None:
+        """Raises ValueError if `computed` more positions exceed the capacity or depend on tokens that aren't known."""
         cursor = self.cursor + computed
-        if computed < 0 or cursor > min(self.capacity, self.stream.n_units):
+        if computed < 0 or cursor > len(self.table) * self.block_size or cursor > self.stream.n_units:
             raise ValueError(
                 f"{computed} positions computed beyond {self.cursor} in pool {self.pool.spec.name!r}, but only"
                 f" {self.capacity} are reserved and {self.stream.n_units} are determined by known tokens"
             )
-        self.cursor = cursor
-        complete = cursor // self.pool.spec.block_size
+
+    def advance(self, computed: int) -> None:
+        """`computed` more positions have valid KV: publishes the blocks that this completes, gives back what lies
+        wholly beyond."""
+        self.cursor += computed
+        complete = self.cursor // self.block_size
         if complete > self.published and self.reuse:
             self._publish(complete)
+        self.shrink(len(self.table))
 
     def _publish(self, complete: int) -> None:
         own = self.table[self.published : complete]

@@ -166,9 +166,9 @@ class KeyStream:
         parent = keys[-1] if keys else root
         width = WORD * self.block_size
         header = _UNITS + self.block_size.to_bytes(WORD, "little")
-        packed, first = self.buffer.packed, self.offset + width * len(keys)
-        for at in range(first, self.offset + width * end, width):
-            parent = sha256(parent + header + packed[at : at + width]).digest()
+        words = bytes(self.words(len(keys) * self.block_size, end * self.block_size))
+        for at in range(0, len(words), width):
+            parent = sha256(parent + header + words[at : at + width]).digest()
             keys.append(parent)
 
 

@@ -173,20 +173,26 @@ class PairedCache:
             raise ValueError(
                 f"request {handle.request_id} must be claimed, and its last reservation closed, to reserve"
             )
-        holdings = list(handle.holdings.values())
-        widths = self._widths(handle, target_tokens, draft_tokens, extra_tokens)
-        taken = [holding.missing(holding.cursor + width) for holding, width in zip(holdings, widths, strict=True)]
-        if any(blocks > holding.pool.available for holding, blocks in zip(holdings, taken, strict=True)):
+        holdings = handle.holdings.values()
+        taken = tuple(map(Holding.missing, holdings, self._widths(handle, target_tokens, draft_tokens, extra_tokens)))
+        if any(taken) and not self._grow(list(holdings), taken):
             return None
+        handle.reservation = Reservation(handle, taken)
+        return handle.reservation
+
+    @staticmethod
+    def _grow(holdings: Sequence[Holding], taken: Sequence[int]) -> bool:
+        """Adds so many blocks to each; to none, and False, if any pool lacks them."""
+        if any(blocks > holding.pool.available for holding, blocks in zip(holdings, taken, strict=True)):
+            return False
         for done, (holding, blocks) in enumerate(zip(holdings, taken, strict=True)):
             if not holding.grow(blocks):
                 for grown, given in zip(holdings[:done], taken, strict=False):
                     grown.shrink(given)
-                return None
+                return False
         for holding, blocks in zip(holdings, taken, strict=True):
             holding.pool.reserved += blocks
-        handle.reservation = Reservation(handle, tuple(taken))
-        return handle.reservation
+        return True
 
     def commit(
         self, handle: CacheHandle, target_computed: int, draft_computed: int = 0, extra_computed: Sequence[int] = ()
@@ -194,12 +200,20 @@ class PairedCache:
         """The forward ran: so many positions beyond each cursor have valid KV, whose tokens are known (`append` first).
 
         Advances the cursors, publishes what is complete, and gives back reserved blocks that nothing committed lies in.
+        Raises ValueError, and changes nothing, if more was computed than reserved, or than known tokens determine.
         """
+        steps = list(
+            zip(
+                handle.holdings.values(),
+                self._widths(handle, target_computed, draft_computed, extra_computed),
+                strict=True,
+            )
+        )
+        for holding, computed in steps:
+            holding.check_advance(computed)
         self._close(handle)
-        widths = self._widths(handle, target_computed, draft_computed, extra_computed)
-        for holding, width in zip(handle.holdings.values(), widths, strict=True):
-            holding.advance(width)
-            holding.shrink(len(holding.table))
+        for holding, computed in steps:
+            holding.advance(computed)
 
     def revert(self, reservation: Reservation) -> None:
         """The step was not run: gives back exactly what was reserved. A second time, or after a commit, does
@@ -214,12 +228,16 @@ class PairedCache:
         reservation, handle.reservation = handle.reservation, None
         if reservation is not None:
             reservation.open = False
-            for holding, blocks in zip(handle.holdings.values(), reservation.taken, strict=True):
-                holding.pool.reserved -= blocks
+            if any(reservation.taken):
+                for holding, blocks in zip(handle.holdings.values(), reservation.taken, strict=True):
+                    holding.pool.reserved -= blocks
 
     @staticmethod
-    def _widths(handle: CacheHandle, target: int, draft: int, extra: Sequence[int]) -> list[int]:
-        return [target, *([draft] if DRAFT in handle.holdings else []), *extra]
+    def _widths(handle: CacheHandle, target: int, draft: int, extra: Sequence[int]) -> tuple[int, ...]:
+        widths = (target, draft, *extra) if DRAFT in handle.holdings else (target, *extra)
+        if len(widths) != len(handle.holdings):
+            raise ValueError(f"amounts for {len(widths)} pools given, but request {handle.request_id} uses others")
+        return widths
 
     # ------------------------------------------------------------ letting go
 

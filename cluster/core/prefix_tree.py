@@ -52,6 +52,8 @@ class PrefixTree:
         """Blocks that nobody uses: they can be evicted."""
         self.used = 0
         """Blocks in use by at least one holding."""
+        self.version = 0
+        """Grows with every change of what a match would find."""
         self.roots: dict[bytes, Run] = {}
         self._width = WORD * block_size
         self._name_size = block_size if name_size is None else name_size
@@ -118,8 +120,12 @@ class PrefixTree:
         while run is not None:
             runs.append(run)
             run = run.parent
-        runs.reverse()
-        return [block for each in runs for block in each.blocks], [name for each in runs for name in each.names]
+        blocks: list[int] = []
+        names: list[bytes] = []
+        for each in reversed(runs):
+            blocks += each.blocks
+            names += each.names
+        return blocks, names
 
     # ------------------------------------------------------------ publishing
 
@@ -159,6 +165,7 @@ class PrefixTree:
         if sibling is not None and common == len(sibling.head):
             self._cut(sibling, 0)
         tail = self._insert(leaf, units, [block])
+        self.version += 1
         tail.score = self._policy.score(weight)
         self.cached += 1
         self._policy.add(tail)
@@ -205,6 +212,7 @@ class PrefixTree:
             run = self._insert(leaf, units, list(blocks))
             run.users = 1
             first = run.start
+        self.version += 1
         self.used += len(blocks)
         if raw is not None:
             start, end = self._name_index(first), self._name_index(first + len(blocks))
@@ -221,6 +229,7 @@ class PrefixTree:
 
     def _split(self, run: Run, at: int) -> Run:
         """Cuts a run in two before its block `at` and returns the new upper part, which the caller is about to use."""
+        self.version += 1
         parent, width = run.parent, self._width
         upper = Run(parent, run.root, run.start, width, run.units[: at * width])
         siblings = parent.children if parent is not None else []
@@ -240,6 +249,7 @@ class PrefixTree:
         cut, names = run.blocks[keep:], run.names[named:]
         if names:
             self._listener.removed(names, name_before(run, named), self._name_index(run.start + keep))
+        self.version += 1
         self.cached -= len(cut)
         self.free += cut
         if keep:

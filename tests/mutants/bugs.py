@@ -28,15 +28,15 @@ BUGS = (
     Bug(
         "publish a block before its last position is computed",
         "holding.py",
-        "complete = cursor // self.pool.spec.block_size",
-        "complete = self.pool.spec.blocks_for(cursor)",
+        "complete = self.cursor // self.block_size",
+        "complete = -(-self.cursor // self.block_size)",
         REUSE + "25_rejected_drafts_are_never_published",
     ),
     Bug(
         "publish draft KV whose lookahead isn't known",
         "holding.py",
-        "cursor > min(self.capacity, self.stream.n_units)",
-        "cursor > self.capacity",
+        " or cursor > self.stream.n_units:",
+        ":",
         CACHE + "positions_whose_lookahead_is_unknown_cannot_be_committed",
     ),
     Bug(
@@ -84,8 +84,8 @@ BUGS = (
     Bug(
         "let positions be written that lie in shared blocks",
         "holding.py",
-        "        return self.published * self.pool.spec.block_size",
-        "        return min(self.cursor, self.published * self.pool.spec.block_size)",
+        "        return self.published * self.block_size",
+        "        return min(self.cursor, self.published * self.block_size)",
         REUSE + "01_the_joint_depth_is_the_smaller_one",
     ),
     Bug(

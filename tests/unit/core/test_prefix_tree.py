@@ -24,7 +24,7 @@ def hold(pool: BlockPool, tokens: Sequence[int], weight: float = 1.0) -> Holding
     depth = holding.depth()
     holding.prepare(depth)
     holding.take(depth)
-    assert holding.grow(holding.missing(len(tokens)))
+    assert holding.grow(holding.missing(len(tokens) - holding.cursor))
     holding.advance(len(tokens) - holding.cursor)
     return holding
 
@@ -60,7 +60,7 @@ def test_a_long_prompt_is_one_run_and_grows_in_place() -> None:
     holding = hold(pool, range(1600))
     for token in range(80):
         holding.stream.extend([token])
-        assert holding.grow(holding.missing(holding.cursor + 1))
+        assert holding.grow(holding.missing(1))
         holding.advance(1)
     assert len(runs(pool)) == 1
     assert len(runs(pool)[0].blocks) == 420

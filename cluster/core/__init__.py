@@ -12,6 +12,7 @@ frontier.py      how deep pools hold a prompt, and what the cluster is told abou
 ledger.py        what changed in the trees since the last report
 invariants.py    what must hold at any time, checked from scratch
 request.py       a request on its way; sampling.py its parameters, stop.py its stop strings
+draft_length.py  how many tokens to draft: fixed, or by acceptance and load
 batch_plan.py    what a step consists of
 step_builder.py  builds one step: who runs, on whose blocks
 admission.py     queue, ranks, preemption, the end of a request

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
+from cluster.core.draft_length import MEMORY, DraftLength, FixedDraftLength
 from cluster.core.paired_cache import DRAFT, TARGET, CacheHandle, PairedCache
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.step_builder import StepBuilder, rank_of
@@ -25,12 +26,15 @@ from cluster.errors import CapacityExceeded, InvalidRequest, PromptTooLarge
 
 
 class Admission:
-    """The queue of one worker, over one cache. `shape` says what its drafter needs."""
+    """The queue of one worker, over one cache. `shape` says what its drafter needs, `lengths` how much it drafts."""
 
-    def __init__(self, cache: PairedCache, limits: AdmissionLimits, shape: DraftShape) -> None:
+    def __init__(
+        self, cache: PairedCache, limits: AdmissionLimits, shape: DraftShape, lengths: DraftLength | None = None
+    ) -> None:
         self.cache = cache
         self.limits = limits
         self.shape = shape
+        self.lengths: DraftLength = FixedDraftLength() if lengths is None else lengths
         self._waiting: list[Request] = []
         self._running: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}
@@ -143,7 +147,7 @@ class Admission:
         """
         self._steps += 1
         expired = self._expire(now)
-        step = StepBuilder(self.cache, self.limits, self.shape, self._running.values(), self._preempt)
+        step = StepBuilder(self.cache, self.limits, self.shape, self.lengths, self._running.values(), self._preempt)
         decoding: list[Request] = []
         prefilling: list[Request] = []
         for request in step.running:
@@ -209,6 +213,8 @@ class Admission:
             return
         if row.claim is not None and request.first_frontier is None:
             request.first_frontier = row.claim.frontier
+        if new_tokens:
+            request.acceptance.observe(row.num_drafts, len(new_tokens) - 1, MEMORY)
         self.cache.append(handle, new_tokens)
         request.output += new_tokens
         request.drafts = next_drafts

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cluster.core.draft_length import Acceptance
 from cluster.core.frontier import Frontier
 from cluster.core.handle import CacheHandle
 from cluster.core.sampling import SamplingParams
@@ -59,6 +60,7 @@ class Request:
     preemptions: int = 0
     first_frontier: Frontier | None = None
     finish: FinishReason | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
     def num_known(self) -> int:

@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
+from cluster.core.draft_length import DraftLength
 from cluster.core.handle import CacheHandle, Claim, Coupling
 from cluster.core.paired_cache import DRAFT, TARGET, PairedCache
 from cluster.core.request import Request, RequestStatus
@@ -29,12 +30,14 @@ class StepBuilder:
         cache: PairedCache,
         limits: AdmissionLimits,
         shape: DraftShape,
+        lengths: DraftLength,
         running: Iterable[Request],
         suspend: Callable[[Request], None],
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._shape = shape
+        self._lengths = lengths
         self._suspend = suspend
         self._holders = sorted(running, key=rank_of)
         self._rows: dict[str, RowPlan] = {}
@@ -85,7 +88,9 @@ class StepBuilder:
 
     def _schedule(self, request: Request, handle: CacheHandle, drafts: tuple[int, ...], claim: Claim | None) -> bool:
         speculates = request.speculate and (self._shape.span is None or DRAFT in handle.pools)
-        row = self._row(request, handle, drafts, self._shape.max_draft_tokens if speculates else 0, claim)
+        most = self._shape.max_draft_tokens if speculates else 0
+        length = self._lengths.choose(request.acceptance, len(self._holders), most)
+        row = self._row(request, handle, drafts, length, claim)
         while row is not None and not self._reserve(handle, row):
             if row.num_drafts or row.next_drafts:
                 row = self._row(request, handle, (), 0, claim)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape
+from cluster.core.draft_length import AdaptiveDraftLength
 from cluster.core.handle import Coupling
 from cluster.core.paired_cache import PairedCache, PoolSpec
 from cluster.core.request import FinishReason, Request, RequestStatus
@@ -38,6 +39,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         chunk=st.sampled_from((None, 1, 3, 8)),
         drafts=st.integers(0, 4),
         positions=st.sampled_from((None, 12)),
+        adaptive=st.booleans(),
         seed=st.integers(0, 2**32),
     )
     def build(
@@ -50,6 +52,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         chunk: int | None,
         drafts: int,
         positions: int | None,
+        adaptive: bool,
         seed: int,
     ) -> None:
         coupling, span = mode
@@ -57,7 +60,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.cache = PairedCache(PoolSpec("target", sizes[0], blocks[0]), draft, coupling)
         limits = AdmissionLimits(batch, budget, chunk, max_queue=6, max_len=200, aging=10)
         self.worker = OracleWorker(
-            OracleTensors(self.cache), limits, DraftShape(coupling, span, drafts, positions), random.Random(seed)
+            OracleTensors(self.cache),
+            limits,
+            DraftShape(coupling, span, drafts, positions),
+            random.Random(seed),
+            lengths=AdaptiveDraftLength(draft_cost=0.3, token_cost=0.1, retry=2) if adaptive else None,
         )
         self.admission = self.worker.admission
         self.requests: list[Request] = []

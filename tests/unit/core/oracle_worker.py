@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cluster.core.admission import Admission
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
+from cluster.core.draft_length import DraftLength
 from cluster.core.handle import Coupling
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.sampling import SamplingParams
@@ -40,10 +41,16 @@ class OracleWorker:
     """`guess` is the probability that a drafted token is right."""
 
     def __init__(
-        self, oracle: OracleTensors, limits: AdmissionLimits, shape: DraftShape, rng: random.Random, guess: float = 0.6
+        self,
+        oracle: OracleTensors,
+        limits: AdmissionLimits,
+        shape: DraftShape,
+        rng: random.Random,
+        guess: float = 0.6,
+        lengths: DraftLength | None = None,
     ) -> None:
         self.oracle = oracle
-        self.admission = Admission(oracle.cache, limits, shape)
+        self.admission = Admission(oracle.cache, limits, shape, lengths)
         self.rng = rng
         self.guess = guess
         self.plans: list[StepPlan] = []

@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev weights demo serve bench test lint mutants format proto clean
+.PHONY: help install install-dev weights demo serve bench test test-long lint mutants format proto clean
 
 help:  ## list the tasks
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,9 @@ lint: $(VENV)/.dev  ## ruff, mypy --strict, buf lint proto
 	$(BIN)/ruff check cluster actors tests
 	$(BIN)/mypy
 	$(BIN)/buf lint proto
+
+test-long: $(VENV)/.dev  ## the property tests of the core, twenty times as long
+	TEST_EFFORT=20 $(BIN)/python -m pytest --timeout=0 tests/property $(ARGS)
 
 mutants: $(VENV)/.dev  ## put deliberate bugs into the core; each must be caught by its test
 	$(BIN)/python -m tests.mutants.run

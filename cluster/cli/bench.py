@@ -25,11 +25,6 @@ class BenchTarget(StrEnum):
     DEMO = "demo"
 
 
-@bench.callback()
-def _group() -> None:
-    """Keeps `engine` a subcommand though it is the only one."""
-
-
 @bench.command()
 def engine(
     model: Annotated[
@@ -53,6 +48,27 @@ def engine(
     console.print(comparison_table(report.rows))
     if json_file:
         json_file.write_text(json.dumps(report.figures, indent=2) + "\n", encoding="utf-8")
+
+
+@bench.command()
+def core(
+    peers: Annotated[Path, typer.Option(metavar="DIR", help="Environments of the peers: DIR/vllm, DIR/sglang.")] = Path(
+        ".peers"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Times that each measurement is made.")] = 15,
+    json_file: JsonFile = None,
+) -> None:
+    """The paired caches against vLLM's and SGLang's, in CPU time; what exact keys are worth where prompts fork."""
+    from cluster.bench.core import run_core_bench
+    from cluster.cli.render import figures_table
+
+    console = Console(highlight=False)
+    with console.status("measuring the caches") as status:
+        figures = run_core_bench(peers, rounds, console.print)
+        status.stop()
+    console.print(figures_table(figures))
+    if json_file:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _bench_model(name: BenchTarget) -> "BenchModel":

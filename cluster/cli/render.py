@@ -4,7 +4,7 @@ Pure: protobuf messages and values in, rich renderables or strings out. Invarian
 and what does not exist (no draft pool, no speculation) as a dash. Used by all commands that talk to a cluster.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.panel import Panel
@@ -88,6 +88,14 @@ def comparison_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
     )
     for row in rows:
         table.add_row(*row)
+    return table
+
+
+def figures_table(figures: Mapping[str, float]) -> Table:
+    """Figures by their keys."""
+    table = _table("CPU time of one thread, medians; vs_<peer> is ours over theirs", "figure", "value")
+    for key, value in figures.items():
+        table.add_row(key, f"{value:.4g}")
     return table
 
 

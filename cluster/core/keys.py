@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 
 WORD = 4
@@ -48,7 +48,7 @@ class ReuseScope:
 
     def root(self) -> bytes:
         """The 32-byte digest from which all keys of this scope descend."""
-        return sha256(_encode(astuple(self))).digest()
+        return sha256(_encode(tuple(getattr(self, name) for name in self.__slots__))).digest()
 
 
 class TokenBuffer:

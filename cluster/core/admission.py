@@ -21,7 +21,7 @@ from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPl
 from cluster.core.draft_length import MEMORY, DraftLength, FixedDraftLength
 from cluster.core.paired_cache import DRAFT, TARGET, CacheHandle, PairedCache
 from cluster.core.request import FinishReason, Request, RequestStatus
-from cluster.core.step_builder import StepBuilder, rank_of
+from cluster.core.step_builder import StepBuilder, Verdict, rank_of
 from cluster.errors import CapacityExceeded, InvalidRequest, PromptTooLarge
 
 
@@ -177,15 +177,15 @@ class Admission:
             request = self._waiting[at]
             if request.handle is None or request in step.preempted:
                 return
-            admitted = step.admit(request, request.handle)
-            if admitted is False:
-                return  # the next in rank must not take the room that this one waits for
-            if admitted is None:
-                at += 1
-                continue
-            del self._waiting[at]
-            request.status = RequestStatus.RUNNING
-            self._running[request.request_id] = request
+            match step.admit(request, request.handle):
+                case Verdict.NO_ROOM:
+                    return  # the next in rank must not take the room that this one waits for
+                case Verdict.WAITS:
+                    at += 1
+                case Verdict.ADMITTED:
+                    del self._waiting[at]
+                    request.status = RequestStatus.RUNNING
+                    self._running[request.request_id] = request
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1

@@ -94,3 +94,20 @@ class BlockPool:
     def meters(self) -> PoolMeters:
         free, cached, total = len(self._free), self.tree.cached, self.spec.num_blocks
         return PoolMeters(total, free, cached, total - free - cached, self.reserved)
+
+
+def split_budget(
+    total_bytes: int, bytes_per_token: Sequence[int], block_sizes: Sequence[int], spare_blocks: int = 1
+) -> list[int]:
+    """Blocks for each pool out of the one byte budget of them all, so that all hold about as many positions.
+
+    Each pool is also charged for `spare_blocks`, such as the trash block, which are not among those returned.
+    Raises ValueError if the budget isn't enough for one block in each pool.
+    """
+    spare = sum(width * size * spare_blocks for width, size in zip(bytes_per_token, block_sizes, strict=True))
+    positions = (total_bytes - spare) // sum(bytes_per_token)
+    blocks = [positions // size for size in block_sizes]
+    if min(blocks) < 1:
+        needed = spare + max(block_sizes) * sum(bytes_per_token)
+        raise ValueError(f"KV budget is {total_bytes} bytes, but must be at least {needed}, one block in each pool")
+    return blocks

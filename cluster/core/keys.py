@@ -26,6 +26,9 @@ from hashlib import sha256
 WORD = 4
 """Bytes of one token id in a packed sequence, little-endian."""
 
+Contents = tuple[tuple[int, bytes], ...]
+"""What a prompt has beside tokens (images, audio): the position and the digest of each."""
+
 _UNITS, _WINDOW = b"U", b"W"
 
 
@@ -44,7 +47,7 @@ class ReuseScope:
     block_size: int
     lora: str | None = None
     tenant_salt: bytes = b""
-    contents: tuple[tuple[int, bytes], ...] = ()
+    contents: Contents = ()
 
     def root(self) -> bytes:
         """The 32-byte digest from which all keys of this scope descend."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from cluster.core.block_pool import BlockPool, PoolMeters, PoolSpec
+from cluster.core.block_pool import BlockPool, PoolMeters, PoolSpec, split_budget
 from cluster.core.eviction import EvictionPolicy, LeastRecentlyUsed
 from cluster.core.frontier import Frontier
 from cluster.core.handle import CacheHandle, Claim, Coupling, HandleStatus, Reservation
 from cluster.core.holding import BlockCopy, Holding
 from cluster.core.invariants import check_pools
-from cluster.core.keys import KeyStream, ReuseScope, TokenBuffer
+from cluster.core.keys import Contents, KeyStream, ReuseScope, TokenBuffer
 from cluster.core.ledger import FrontierChanges, FrontierLedger
 from cluster.core.prefix_tree import PrefixTree
 from cluster.core.runs import Run
@@ -72,11 +72,13 @@ class PairedCache:
         }
         self._handles: dict[int, CacheHandle] = {}
 
-    def scope(self, pool: str, *, tenant_salt: bytes = b"", lora: str | None = None) -> ReuseScope:
+    def scope(
+        self, pool: str, *, tenant_salt: bytes = b"", lora: str | None = None, contents: Contents = ()
+    ) -> ReuseScope:
         """Within which blocks of the pool are shared. The target's is the one that raw block keys are made with."""
         spec, target = self.pools[pool].spec, self.pools[TARGET].spec
         model = spec.model if pool == TARGET else repr((target.model, spec.model))
-        return ReuseScope(model, pool, spec.span, spec.kv_dtype, spec.block_size, lora, tenant_salt)
+        return ReuseScope(model, pool, spec.span, spec.kv_dtype, spec.block_size, lora, tenant_salt, contents)
 
     # ------------------------------------------------------------ opening and claiming
 
@@ -87,6 +89,7 @@ class PairedCache:
         *,
         tenant_salt: bytes = b"",
         lora: str | None = None,
+        contents: Contents = (),
         use_draft: bool = True,
         reuse: bool = True,
         weight: float = 1.0,
@@ -95,7 +98,8 @@ class PairedCache:
         its keys; without `reuse` it neither claims nor publishes. `weight` is for eviction by priority."""
         buffer = TokenBuffer(tokens)
         names = [name for name in self.pools if use_draft or name != DRAFT]
-        streams = {name: KeyStream(self.scope(name, tenant_salt=tenant_salt, lora=lora), buffer) for name in names}
+        scopes = {name: self.scope(name, tenant_salt=tenant_salt, lora=lora, contents=contents) for name in names}
+        streams = {name: KeyStream(scopes[name], buffer) for name in names}
         raw = streams[TARGET] if self._reports else None
         holdings = {
             name: Holding(self.pools[name], streams[name], raw if name in (TARGET, DRAFT) else None, reuse, weight)
@@ -278,23 +282,6 @@ class PairedCache:
     def check(self) -> None:
         """Raises RuntimeError if an invariant is broken. For tests and audits: the cost is that of looking at all."""
         check_pools(self.pools, tuple(self._handles.values()))
-
-
-def split_budget(
-    total_bytes: int, bytes_per_token: Sequence[int], block_sizes: Sequence[int], spare_blocks: int = 1
-) -> list[int]:
-    """Blocks for each pool out of the one byte budget of them all, so that all hold about as many positions.
-
-    Each pool is also charged for `spare_blocks`, such as the trash block, which are not among those returned.
-    Raises ValueError if the budget isn't enough for one block in each pool.
-    """
-    spare = sum(width * size * spare_blocks for width, size in zip(bytes_per_token, block_sizes, strict=True))
-    positions = (total_bytes - spare) // sum(bytes_per_token)
-    blocks = [positions // size for size in block_sizes]
-    if min(blocks) < 1:
-        needed = spare + max(block_sizes) * sum(bytes_per_token)
-        raise ValueError(f"KV budget is {total_bytes} bytes, but must be at least {needed}, one block in each pool")
-    return blocks
 
 
 def _check_specs(specs: Sequence[PoolSpec], draft: PoolSpec | None, coupling: Coupling) -> None:

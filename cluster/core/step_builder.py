@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable
+from enum import Enum, auto
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
 from cluster.core.draft_length import DraftLength
@@ -20,6 +21,15 @@ from cluster.core.request import Request, RequestStatus
 def rank_of(request: Request) -> tuple[int, int]:
     """Sort key: the lower is served first, and preempted last."""
     return request.rank
+
+
+class Verdict(Enum):
+    """What became of a waiting request: WAITS means that a request of this step computes the very block that would be
+    its first, so that it can share it in the next one."""
+
+    ADMITTED = auto()
+    WAITS = auto()
+    NO_ROOM = auto()
 
 
 class StepBuilder:
@@ -42,7 +52,8 @@ class StepBuilder:
         self._holders = sorted(running, key=rank_of)
         self._rows: dict[str, RowPlan] = {}
         self._computing: dict[str, bytes] = {}
-        self._preempted: list[Request] = []
+        self.preempted: list[Request] = []
+        """Requests that lost their blocks in this step."""
         self.budget = limits.token_budget
         """Target tokens that the step can still take."""
 
@@ -51,11 +62,6 @@ class StepBuilder:
         """Requests that hold blocks now, best rank first."""
         return tuple(self._holders)
 
-    @property
-    def preempted(self) -> list[Request]:
-        """Requests that lost their blocks in this step."""
-        return self._preempted
-
     def advance(self, request: Request, max_drafts: int) -> None:
         """Schedules a request that holds blocks, with up to so many of its drafts, if budget and pools allow.
 
@@ -63,26 +69,23 @@ class StepBuilder:
         if request.status is RequestStatus.RUNNING:
             self._schedule(request, _handle_of(request), request.drafts[:max_drafts], None)
 
-    def admit(self, request: Request, handle: CacheHandle) -> bool | None:
-        """Claims blocks for a waiting request and schedules its first chunk.
-
-        False if there is no room for it: it holds nothing then, as before. None if it had better wait for a request
-        of this step, which computes the very block that would be its first."""
+    def admit(self, request: Request, handle: CacheHandle) -> Verdict:
+        """Claims blocks for a waiting request and schedules its first chunk. If it isn't admitted, it holds nothing."""
         while len(self._holders) >= self._limits.max_batch:
             if not self._preempt_for(request, newcomer=True):
-                return False
+                return Verdict.NO_ROOM
         claim = self._cache.claim(handle)
         block = _next_block(handle)
         waits = block is not None and block in self._computing.values()
         if waits or not self._schedule(request, handle, (), claim):
             self._cache.suspend(handle)
-            return None if waits else False
+            return Verdict.WAITS if waits else Verdict.NO_ROOM
         insort(self._holders, request, key=rank_of)
-        return True
+        return Verdict.ADMITTED
 
     def plan(self, expired: Iterable[Request]) -> StepPlan:
         """The finished step."""
-        return StepPlan(tuple(self._rows.values()), tuple(self._preempted), tuple(expired))
+        return StepPlan(tuple(self._rows.values()), tuple(self.preempted), tuple(expired))
 
     # ------------------------------------------------------------ inside
 
@@ -162,7 +165,7 @@ class StepBuilder:
             self.budget += len(row.tokens)
         self._computing.pop(victim.request_id, None)
         self._suspend(victim)
-        self._preempted.append(victim)
+        self.preempted.append(victim)
         return True
 
     @property

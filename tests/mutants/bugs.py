@@ -140,8 +140,8 @@ BUGS = (
     Bug(
         "share between tenants",
         "paired_cache.py",
-        "spec.block_size, lora, tenant_salt)",
-        "spec.block_size, lora)",
+        "spec.block_size, lora, tenant_salt, contents)",
+        'spec.block_size, lora, b"", contents)',
         REUSE + "27_other_spans_models_adapters_and_salts_share_nothing_in_the_draft",
     ),
     Bug(

@@ -213,7 +213,7 @@ def test_trap_27_other_spans_models_adapters_and_salts_share_nothing_in_the_draf
 
     oracle = make_pair()
     serve(oracle, range(12))
-    for options in ({"tenant_salt": b"x"}, {"lora": "x"}):
+    for options in ({"tenant_salt": b"x"}, {"lora": "x"}, {"contents": ((3, b"digest of an image"),)}):
         assert start(oracle, range(12), **options).handle.cursor("target") == 0
     plain = start(oracle, range(12), use_draft=False)
     assert plain.handle.cursor("target") == 11

@@ -40,7 +40,7 @@ def engine(
     from cluster.bench.engine import Effort, run_engine_bench
     from cluster.cli.render import comparison_table
 
-    logging.disable_progress_bar()  # of loading weights; it would be drawn over ours
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of loading weights, drawn over ours
     console = Console(highlight=False)
     models = [_bench_model(name) for name in (model or list(BenchTarget))]
     with console.status("") as status:

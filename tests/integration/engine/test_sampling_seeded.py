@@ -59,17 +59,20 @@ def test_a_draft_that_races_with_the_same_clocks_is_accepted() -> None:
     assert engine.stats().accepted > 0.95 * engine.stats().drafted
 
 
+def nearly_uniform(seed: int | None = None) -> SamplingParams:
+    """Twenty tokens so random that two answers never agree by chance."""
+    return SamplingParams(20, temperature=10.0, seed=seed, ignore_eos=True)
+
+
 def test_seeds_matter_and_a_request_without_one_is_not_repeated() -> None:
     engine, prompt = engine_for("none", True), eight_prompts()[0]
-    seeded = [answers(engine, SamplingParams(20, temperature=1.5, seed=seed), [prompt])[0] for seed in range(4)]
-    free = [answers(engine, SamplingParams(20, temperature=1.5), [prompt])[0] for _ in range(4)]
+    seeded = [answers(engine, nearly_uniform(seed), [prompt])[0] for seed in range(4)]
+    free = [answers(engine, nearly_uniform(), [prompt])[0] for _ in range(4)]
     assert len(set(seeded)) == 4
     assert len(set(free)) == 4
 
 
 def test_two_requests_of_one_prompt_and_batch_with_different_seeds_differ() -> None:
     engine, prompt = engine_for("none", True), eight_prompts()[0]
-    events = engine.generate(
-        [EngineRequest(f"d{i}", prompt, SamplingParams(20, temperature=1.5, seed=i)) for i in range(3)]
-    )
+    events = engine.generate([EngineRequest(f"d{i}", prompt, nearly_uniform(i)) for i in range(3)])
     assert len({event.token_ids for event in events}) == 3

@@ -22,7 +22,6 @@ from cluster.engine.loop import EngineLoop, RequestStream
 from cluster.engine.stats import EngineStats
 from cluster.routing.types import ModelCard, PoolSize, PoolUsage, WorkerInfo, WorkerLoad
 from cluster.rpc._generated.tandem.internal.v1 import worker_pb2
-from cluster.rpc._generated.tandem.v1 import tandem_pb2
 from cluster.rpc.server import RpcServer, ServerOptions
 from cluster.rpc.worker_service import WorkerService
 
@@ -51,7 +50,7 @@ class EngineHost:
         self._on_load: Callable[[], None] = lambda: None
         self._last_load = (0, 0, 0)
         service = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
-        self._server = RpcServer({service: WorkerService(self._loop, epoch, self._describe)}, ServerOptions())
+        self._server = RpcServer({service: WorkerService(self._loop, epoch)}, ServerOptions())
 
     def listen(self, on_changes: ChangesListener, on_load: Callable[[], None]) -> None:
         """Has the listeners called, on the engine's thread: with what changes in the pools from now on, and when
@@ -114,15 +113,6 @@ class EngineHost:
             method=str(config.method),
             num_speculative_tokens=config.num_speculative_tokens if parts.drafter is not None else 0,
             pid=os.getpid(),
-        )
-
-    def _describe(self) -> tandem_pb2.Worker:
-        load = self.load(0)
-        return tandem_pb2.Worker(
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            running_requests=load.running,
-            waiting_requests=load.waiting,
         )
 
 

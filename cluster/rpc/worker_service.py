@@ -6,7 +6,7 @@ Called by gRPC; made by the worker actor.
 """
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -17,7 +17,6 @@ from cluster.engine.loop import EngineLoop
 from cluster.errors import CapacityExceeded, DeadlineExceeded, StaleEpoch, TandemError, Unavailable
 from cluster.rpc import convert
 from cluster.rpc._generated.tandem.internal.v1 import worker_pb2
-from cluster.rpc._generated.tandem.v1 import tandem_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -25,9 +24,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class WorkerService:
     """Serves one life of one worker."""
 
-    def __init__(self, loop: EngineLoop, epoch: int, describe: Callable[[], tandem_pb2.Worker]) -> None:
-        """`describe` makes the answer to Status."""
-        self._loop, self._epoch, self._describe = loop, epoch, describe
+    def __init__(self, loop: EngineLoop, epoch: int) -> None:
+        self._loop, self._epoch = loop, epoch
         self._running: set[str] = set()
 
     async def Generate(
@@ -56,10 +54,6 @@ class WorkerService:
         if found:
             self._loop.cancel(request.request_id)
         return worker_pb2.CancelResponse(found=found)
-
-    async def Status(self, _request: worker_pb2.StatusRequest, _context: _Context) -> worker_pb2.StatusResponse:
-        """Describes the worker."""
-        return worker_pb2.StatusResponse(worker=self._describe())
 
 
 def _engine_request(request: worker_pb2.GenerateRequest, timeout_s: float | None) -> EngineRequest:

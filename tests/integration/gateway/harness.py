@@ -92,9 +92,6 @@ class ScriptedWorker:
         self.cancelled.append(request.request_id)
         return worker_pb2.CancelResponse(found=True)
 
-    async def Status(self, _request: worker_pb2.StatusRequest, _context: Any) -> worker_pb2.StatusResponse:
-        return worker_pb2.StatusResponse()
-
 
 def says(*texts: str) -> Script:
     """A script that answers with one token per text."""

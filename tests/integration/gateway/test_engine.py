@@ -50,7 +50,7 @@ def loop() -> Iterator[EngineLoop]:
 
 @asynccontextmanager
 async def worker(loop: EngineLoop) -> AsyncGenerator[str, None]:
-    server = RpcServer({WORKER_SERVICE: WorkerService(loop, EPOCH, tandem_pb2.Worker)})
+    server = RpcServer({WORKER_SERVICE: WorkerService(loop, EPOCH)})
     yield await server.start()
     await server.stop()
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cluster.rpc._generated.tandem.v1 import tandem_pb2 as tandem_dot_v1_dot_tandem__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftandem/internal/v1/worker.proto\x12\x12tandem.internal.v1\x1a\x16tandem/v1/tandem.proto\"\xba\x01\n\x0fGenerateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x13\n\x0btenant_salt\x18\x06 \x01(\x0c\x12\x11\n\tspeculate\x18\x07 \x01(\x08\x12\r\n\x05reuse\x18\x08 \x01(\x08\"\xb0\x01\n\x10GenerateResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\ncompletion\x18\x05 \x01(\x0b\x32\x15.tandem.v1.CompletionH\x00\x88\x01\x01\x42\r\n\x0b_completion\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x0f\n\rStatusRequest\"3\n\x0eStatusResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Worker2\x8a\x02\n\rWorkerService\x12W\n\x08Generate\x12#.tandem.internal.v1.GenerateRequest\x1a$.tandem.internal.v1.GenerateResponse0\x01\x12O\n\x06\x43\x61ncel\x12!.tandem.internal.v1.CancelRequest\x1a\".tandem.internal.v1.CancelResponse\x12O\n\x06Status\x12!.tandem.internal.v1.StatusRequest\x1a\".tandem.internal.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftandem/internal/v1/worker.proto\x12\x12tandem.internal.v1\x1a\x16tandem/v1/tandem.proto\"\xba\x01\n\x0fGenerateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x13\n\x0btenant_salt\x18\x06 \x01(\x0c\x12\x11\n\tspeculate\x18\x07 \x01(\x08\x12\r\n\x05reuse\x18\x08 \x01(\x08\"\xb0\x01\n\x10GenerateResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12.\n\ncompletion\x18\x05 \x01(\x0b\x32\x15.tandem.v1.CompletionH\x00\x88\x01\x01\x42\r\n\x0b_completion\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x32\xb9\x01\n\rWorkerService\x12W\n\x08Generate\x12#.tandem.internal.v1.GenerateRequest\x1a$.tandem.internal.v1.GenerateResponse0\x01\x12O\n\x06\x43\x61ncel\x12!.tandem.internal.v1.CancelRequest\x1a\".tandem.internal.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,10 +40,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCELREQUEST']._serialized_end=482
   _globals['_CANCELRESPONSE']._serialized_start=484
   _globals['_CANCELRESPONSE']._serialized_end=515
-  _globals['_STATUSREQUEST']._serialized_start=517
-  _globals['_STATUSREQUEST']._serialized_end=532
-  _globals['_STATUSRESPONSE']._serialized_start=534
-  _globals['_STATUSRESPONSE']._serialized_end=585
-  _globals['_WORKERSERVICE']._serialized_start=588
-  _globals['_WORKERSERVICE']._serialized_end=854
+  _globals['_WORKERSERVICE']._serialized_start=518
+  _globals['_WORKERSERVICE']._serialized_end=703
 # @@protoc_insertion_point(module_scope)

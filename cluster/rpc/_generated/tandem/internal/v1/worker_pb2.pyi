@@ -52,13 +52,3 @@ class CancelResponse(_message.Message):
     FOUND_FIELD_NUMBER: _ClassVar[int]
     found: bool
     def __init__(self, found: _Optional[bool] = ...) -> None: ...
-
-class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class StatusResponse(_message.Message):
-    __slots__ = ("worker",)
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    worker: _tandem_pb2.Worker
-    def __init__(self, worker: _Optional[_Union[_tandem_pb2.Worker, _Mapping]] = ...) -> None: ...

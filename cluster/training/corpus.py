@@ -63,7 +63,7 @@ def answer_prompts(
 def build_corpus(
     options: TrainDraftOptions, tokenizer: Tokenizer, held_out: Sequence[str], progress: Progress
 ) -> list[Sample]:
-    """`options.tokens` answer tokens and up to a round more, kept in the work folder; `progress` is told how many there are.
+    """`options.tokens` answer tokens and up to a round more, kept in the work folder; `progress` is told their number.
 
     Raises `ConfigError` when the target's chat template has no place to invent prompts in.
     """

@@ -114,10 +114,10 @@ class Holding:
 
     def _share(self, match: Match) -> None:
         self.leaf = self.pool.tree.claim(match, self.stream.root or b"")
-        self.table, names = self.pool.tree.path(self.leaf)
+        self.table = self.pool.tree.blocks_to(self.leaf)
         self.published = match.blocks
-        if self._raw is not None:
-            self._raw.adopt_keys(names)
+        if self._raw is not None and self._raw.n_keys < self.held // self._raw.block_size:
+            self._raw.adopt_keys(self.pool.tree.names_to(self.leaf))
 
     def release(self) -> None:
         """Gives everything back: published blocks stay cached in the tree, the others become free."""

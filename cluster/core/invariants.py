@@ -75,7 +75,7 @@ def _run_problems(tree: PrefixTree, run: Run) -> Iterable[str]:
 
 
 def _holding_problems(handle: CacheHandle, holding: Holding) -> Iterable[str]:
-    shared = [] if holding.leaf is None else holding.pool.tree.path(holding.leaf)[0]
+    shared = [] if holding.leaf is None else holding.pool.tree.blocks_to(holding.leaf)
     if shared != holding.table[: holding.published]:
         yield "the block table disagrees with the tree"
     if holding.cursor > min(holding.capacity, holding.stream.n_units):

@@ -21,6 +21,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 
 WORD = 4
@@ -51,7 +52,12 @@ class ReuseScope:
 
     def root(self) -> bytes:
         """The 32-byte digest from which all keys of this scope descend."""
-        return sha256(_encode(tuple(getattr(self, name) for name in self.__slots__))).digest()
+        return _root_of(self)
+
+
+@lru_cache(maxsize=4096)
+def _root_of(scope: ReuseScope) -> bytes:
+    return sha256(_encode(tuple(getattr(scope, name) for name in scope.__slots__))).digest()
 
 
 class TokenBuffer:
@@ -151,6 +157,11 @@ class KeyStream:
         if end > len(self._keys):
             self._hash_up_to(end)
         return self._keys[start:end]
+
+    @property
+    def n_keys(self) -> int:
+        """Blocks whose keys are known by now."""
+        return len(self._keys)
 
     def adopt_keys(self, keys: Sequence[bytes]) -> None:
         """Takes the keys of the first blocks from a tree that holds exactly these blocks, instead of hashing them

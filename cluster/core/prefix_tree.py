@@ -113,19 +113,19 @@ class PrefixTree:
                 self._disuse(run)
             run = parent
 
-    def path(self, leaf: Run) -> tuple[list[int], list[bytes]]:
-        """Blocks from the root to the end of `leaf`, and the raw block keys they complete."""
-        runs: list[Run] = []
-        run: Run | None = leaf
-        while run is not None:
-            runs.append(run)
-            run = run.parent
+    def blocks_to(self, leaf: Run) -> list[int]:
+        """Blocks from the root to the end of `leaf`."""
         blocks: list[int] = []
+        for run in _path(leaf):
+            blocks += run.blocks
+        return blocks
+
+    def names_to(self, leaf: Run) -> list[bytes]:
+        """The raw block keys that these blocks complete."""
         names: list[bytes] = []
-        for each in reversed(runs):
-            blocks += each.blocks
-            names += each.names
-        return blocks, names
+        for run in _path(leaf):
+            names += run.names
+        return names
 
     # ------------------------------------------------------------ publishing
 
@@ -270,3 +270,14 @@ class PrefixTree:
     def _name_index(self, block: int) -> int:
         """Raw blocks that end at or before the start of this pool's block `block`."""
         return block * self.block_size // self._name_size
+
+
+def _path(leaf: Run) -> list[Run]:
+    """Runs from the root to `leaf`."""
+    runs: list[Run] = []
+    run: Run | None = leaf
+    while run is not None:
+        runs.append(run)
+        run = run.parent
+    runs.reverse()
+    return runs

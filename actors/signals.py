@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM around the start and the stop of a cluster.
+"""Ctrl-C, SIGTERM and SIGHUP around the start and the stop of a cluster.
 
 Invariant: a signal during `Interrupts` is never lost, although Python may raise it where exceptions are dropped (a
 finalizer, a fork hook); a signal during `uninterrupted` does nothing. Outside the main thread, which alone gets
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Handler = Callable[[int, FrameType | None], object]
 
 

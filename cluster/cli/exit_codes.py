@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
     """Ctrl-C."""
     TERMINATED = 143
-    """SIGTERM."""
+    """SIGTERM, or the terminal was closed (SIGHUP)."""
 
 
 def exit_code(error: TandemError) -> ExitCode:

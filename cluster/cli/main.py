@@ -1,8 +1,8 @@
 """Entry point of `tandem`: the subcommands, and what every one of them does about errors and signals.
 
 Invariant: a user's mistake ends in one sentence on stderr and the exit code of its kind, never in a traceback; SIGTERM
-unwinds the stack as Ctrl-C does, so whatever a command started is stopped. Subcommands import heavy libraries only
-inside their functions, which keeps `--help` fast.
+and SIGHUP unwind the stack as Ctrl-C does, so whatever a command started is stopped. Subcommands import heavy libraries
+only inside their functions, which keeps `--help` fast.
 """
 
 import signal
@@ -37,6 +37,8 @@ app.add_typer(draft, name="draft")
 def main() -> None:
     """Runs one command and exits with its code (see `exit_codes`)."""
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup, where the command outlives the terminal
+        signal.signal(signal.SIGHUP, _terminate)
     try:
         app()
     except TandemError as error:

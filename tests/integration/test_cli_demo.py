@@ -138,13 +138,14 @@ def test_sigterm_leaves_no_process_and_no_socket(served: tuple[TandemProcess, st
     assert not [folder for folder in folders if folder.exists()]
 
 
-def test_ctrl_c_during_start_up_leaves_no_process_and_no_socket() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_a_signal_during_start_up_leaves_no_process_and_no_socket(number: signal.Signals, code: int) -> None:
     serve = TandemProcess("serve", TARGET, "--port", "0")
     try:
         serve.wait_for("✓ Starting Redis")
         assert eventually(lambda: len(serve.family()) > 2)  # Ray's processes are coming up
         folders = serve.folders()
-        assert serve.end(signal.SIGINT) == 130, serve.output
+        assert serve.end(number) == code, serve.output
         assert eventually(lambda: not serve.family())
         assert not [folder for folder in folders if folder.exists()]
         assert "Traceback" not in serve.output

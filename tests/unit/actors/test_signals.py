@@ -11,7 +11,7 @@ from actors.signals import Interrupts, uninterrupted
 
 @pytest.fixture(autouse=True)
 def default_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
@@ -40,19 +40,21 @@ def test_an_interrupt_is_raised_where_it_comes() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_for_sigterm_is_kept_and_used() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_handler_of_the_callers_is_kept_and_used(number: signal.Signals) -> None:
     seen: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    signal.signal(number, lambda number, frame: seen.append(number))
     with Interrupts() as interrupts:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         interrupts.check()
-    assert seen == [signal.SIGTERM, signal.SIGTERM]
+    assert seen == [number, number]
 
 
 def test_nothing_interrupts_the_clean_up() -> None:
     with uninterrupted():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 

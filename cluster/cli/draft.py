@@ -28,28 +28,50 @@ def train(
     prompts: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="JSONL of prompts for the target to answer; repeatable.")
     ] = None,
-    answers_per_prompt: Annotated[int, typer.Option(metavar="N", help="Answers to each given prompt.")] = 1,
+    answers_per_prompt: Annotated[
+        int, typer.Option(metavar="N", help="Answers to each given prompt.")
+    ] = TrainDraftOptions.answers_per_prompt,
     held_out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSONL of prompts that only measure the draft.")
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Answer tokens to generate without --data.")] = 200_000,
-    token_passes: Annotated[int, typer.Option(metavar="N", help="Tokens to train on in all.")] = 1_000_000,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", help="Answer tokens to generate without --data.")
+    ] = TrainDraftOptions.tokens,
+    token_passes: Annotated[
+        int, typer.Option(metavar="N", help="Tokens to train on in all.")
+    ] = TrainDraftOptions.token_passes,
     work_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of what can be resumed. Default: OUT/work.")
     ] = None,
-    draft_vocab: Annotated[int, typer.Option(metavar="N", help="Size of the draft's vocabulary.")] = 8192,
+    draft_vocab: Annotated[
+        int, typer.Option(metavar="N", help="Size of the draft's vocabulary.")
+    ] = TrainDraftOptions.draft_vocab,
     aux_layers: Annotated[
         str | None, typer.Option(metavar="I,J,K", help="Hidden states that the draft reads. Default: EAGLE3's three.")
     ] = None,
-    ttt_steps: Annotated[int, typer.Option(metavar="N", help="Steps that it is trained on its own output.")] = 3,
-    batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of one optimizer step.")] = 2048,
-    max_len: Annotated[int, typer.Option(metavar="N", help="Longest sequence to train on.")] = 512,
-    answer_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer to generate.")] = 192,
-    learning_rate: Annotated[float, typer.Option(metavar="R", help="Peak learning rate.")] = 1e-3,
-    temperature: Annotated[float, typer.Option(metavar="T", help="Temperature of the soft labels.")] = 1.0,
-    evaluate_every: Annotated[int, typer.Option(metavar="N", help="Tokens between checkpoints.")] = 100_000,
+    ttt_steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps that it is trained on its own output.")
+    ] = TrainDraftOptions.ttt_steps,
+    batch_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of one optimizer step.")
+    ] = TrainDraftOptions.batch_tokens,
+    max_len: Annotated[
+        int, typer.Option(metavar="N", help="Longest sequence to train on.")
+    ] = TrainDraftOptions.max_len,
+    answer_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Longest answer to generate.")
+    ] = TrainDraftOptions.answer_tokens,
+    learning_rate: Annotated[
+        float, typer.Option(metavar="R", help="Peak learning rate.")
+    ] = TrainDraftOptions.learning_rate,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Temperature of the soft labels.")
+    ] = TrainDraftOptions.temperature,
+    evaluate_every: Annotated[
+        int, typer.Option(metavar="N", help="Tokens between checkpoints.")
+    ] = TrainDraftOptions.evaluate_every,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of generation and training.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of generation and training.")] = TrainDraftOptions.seed,
 ) -> None:
     """Train an EAGLE3 draft for a model; the same command again goes on where it stopped."""
     from cluster.training.train import train_draft

@@ -1,5 +1,4 @@
-"""Settings that hold for every test: no hub, no options from the caller's environment, one thread for tensors, Ctrl-C as in a
-terminal."""
+"""Settings that hold for every test: no hub, no options from the caller's environment, one thread, Ctrl-C as usual."""
 
 import os
 import signal

@@ -1,7 +1,8 @@
 """The engine against transformers' `generate`, warm prefixes against cold, speculation against none.
 
-Contenders take turns within one run, and a ratio is the median over the rounds of the ratio within a round: a machine that
-slows down for a while slows both. Prompts are new in every round, so nothing is reused unless reuse is what is measured.
+Contenders take turns within one run, and a ratio is the median over the rounds of the ratio within a round: a machine
+that slows down for a while slows both. Prompts are new in every round, so nothing is reused unless reuse is what is
+measured.
 Called by `tandem bench engine`.
 
     engine.<model>.b<N>.tokens_per_s           N requests at once, prompts of differing length, equally many tokens each
@@ -76,7 +77,9 @@ class Report:
     figures: dict[str, float] = field(default_factory=dict)
     rows: list[tuple[str, str, str, str]] = field(default_factory=list)
 
-    def rates(self, key: str, what: str, ours: Sequence[float], theirs: Sequence[float], names: tuple[str, str]) -> float:
+    def rates(
+        self, key: str, what: str, ours: Sequence[float], theirs: Sequence[float], names: tuple[str, str]
+    ) -> float:
         """Add two rates (tokens/s) measured in pairs; returns the median of the pairs' ratios."""
         ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
         self.figures[f"{key}.{names[0]}"] = median(ours)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,16 +27,23 @@ from cluster.directory.embedded import EmbeddedRedis
 from cluster.directory.schema import Schema
 from cluster.directory.store import check_url
 from cluster.engine.model_folder import read_config, weight_files
+from cluster.gateway.auth import digest_of
 from cluster.gateway.dispatcher import ClusterState
 from cluster.routing.types import WorkerInfo
+
+_OWN_TENANT = ""  # which no configured tenant can be called
 
 
 class RunningCluster:
     """A context manager, which stops the cluster at its end."""
 
-    def __init__(self, supervisor: Supervisor, stack: ExitStack, redis: EmbeddedRedis | None) -> None:
+    def __init__(
+        self, supervisor: Supervisor, stack: ExitStack, redis: EmbeddedRedis | None, api_key: str | None
+    ) -> None:
         self.endpoint = supervisor.endpoint
         """host:port of the public gRPC service."""
+        self.api_key = api_key
+        """A key of its own for whoever started it; None where no keys are asked for."""
         self.redis = redis
         """The embedded server, if the cluster brought its own."""
         self._supervisor = supervisor
@@ -110,11 +118,12 @@ def _start(
     stack.callback(runtime.stop)
     runtime.start(log_to_driver=True)
     interrupts.check()
-    supervisor = _supervisor(config, redis_url, schema)
+    api_key = secrets.token_urlsafe(32) if config.cluster.api_keys else None
+    supervisor = _supervisor(config, redis_url, schema, api_key)
     stack.callback(supervisor.stop)
     supervisor.start(config.cluster.startup_timeout_s, progress, interrupts.check)
     interrupts.check()
-    return RunningCluster(supervisor, stack, redis)
+    return RunningCluster(supervisor, stack, redis, api_key)
 
 
 def _check(config: TandemConfig) -> None:
@@ -132,11 +141,12 @@ def _check(config: TandemConfig) -> None:
         raise port_taken(host, port) from None
 
 
-def _supervisor(config: TandemConfig, redis_url: SecretStr, schema: Schema) -> Supervisor:
+def _supervisor(config: TandemConfig, redis_url: SecretStr, schema: Schema, api_key: str | None) -> Supervisor:
     engine = config.to_engine_config()
     if engine.threads is None:
         # Without a limit each worker would start a thread per core, and they would all be in each other's way.
         engine = replace(engine, threads=max(1, (os.cpu_count() or 1) // config.cluster.workers))
+    secret, own_key = config.cluster.tenant_secret, {} if api_key is None else {_OWN_TENANT: digest_of(api_key)}
     return Supervisor(
         scheduler=SchedulerOptions(redis_url, schema, log_level=config.log_level),
         workers=[
@@ -147,6 +157,8 @@ def _supervisor(config: TandemConfig, redis_url: SecretStr, schema: Schema) -> S
             host=config.cluster.host,
             port=config.cluster.port,
             model=engine.model,
+            secret=secrets.token_bytes(32) if secret is None else secret.get_secret_value().encode(),
+            key_digests={**config.cluster.api_keys, **own_key},
             draft=engine.draft.name if engine.draft is not None else None,
             log_level=config.log_level,
         ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,11 +35,13 @@ class GatewayOptions:
     """0 takes a free one."""
     model: Path
     """Folder of the target model, for its tokenizer."""
-    draft: str | None = None
-    """Name of the draft model, for clients."""
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    secret: bytes = field(repr=False)
     """Separates the reusable KV of tenants; the same for every life of the gateway, or they would find nothing
     again."""
+    key_digests: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """SHA-256 of each tenant's API key; none lets everyone in."""
+    draft: str | None = None
+    """Name of the draft model, for clients."""
     log_level: str = "info"
 
 
@@ -63,9 +65,8 @@ class GatewayActor:
         options, port = self._options, self._options.port
         if self._endpoint is not None:
             port = int(self._endpoint.rpartition(":")[2])
-        self._server = GatewayServer(
-            served, SchedulerClient(), Tenants(secret=options.secret), ServerOptions(host=options.host, port=port)
-        )
+        tenants = Tenants(options.key_digests, options.secret)
+        self._server = GatewayServer(served, SchedulerClient(), tenants, ServerOptions(host=options.host, port=port))
         try:
             endpoint = await self._server.start()
         except OSError:

@@ -6,6 +6,7 @@ describes each option; a test keeps the two in step.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -38,7 +39,15 @@ def _is_power_of_two(value: int) -> int:
     return value
 
 
+def _is_digest(value: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError("64 hexadecimal digits in lower case, the SHA-256 of the tenant's API key")
+    return value
+
+
 BlockSize = Annotated[int, Field(ge=1, le=1024), AfterValidator(_is_power_of_two)]
+TenantName = Annotated[str, Field(min_length=1, max_length=128)]
+KeyDigest = Annotated[str, AfterValidator(_is_digest)]
 
 
 class SpeculativeConfig(BaseModel):
@@ -112,6 +121,10 @@ class ClusterSection(BaseModel):
     """Port of the gateway's gRPC service; 0 takes a free one."""
     redis_url: SecretStr | None = None
     """Redis for the directory, as redis://…; unset starts an embedded server on a private socket."""
+    api_keys: dict[TenantName, KeyDigest] = Field(default={}, repr=False)
+    """SHA-256 of the API key of each tenant, by tenant; none lets everyone in."""
+    tenant_secret: SecretStr | None = Field(default=None, min_length=16, max_length=1024)
+    """Keeps tenants from finding each other's reused KV; unset makes a random one at each start."""
     startup_timeout_s: float = Field(default=300.0, gt=0, le=86_400)
     """Seconds that the cluster may take to become ready."""
 
@@ -219,7 +232,8 @@ def option_names(model: type[BaseModel] = TandemConfig, prefix: str = "") -> Ite
 
 
 def _refuse_unknown_environment() -> None:
-    known = {"TANDEM_CACHE"}  # where the demo model is kept (`cluster.models.demo`); no option of the cluster
+    # No options of the cluster: where the demo model is kept (`cluster.models.demo`), and a client's key.
+    known = {"TANDEM_CACHE", "TANDEM_API_KEY"}
     known |= {ENV_PREFIX + name.replace(".", _NESTING).upper() for name in option_names()}
     known |= {ENV_PREFIX + name.upper() for name in TandemConfig.model_fields}
     for variable in os.environ:

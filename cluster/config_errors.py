@@ -14,7 +14,7 @@ from cluster.errors import show
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_SECRETS = ("redis_url",)
+_SECRETS = ("redis_url", "api_keys", "tenant_secret")
 _REASONS = {
     "byte_size": "a size such as 2GiB or 500MB",
     "byte_size_unit": "a size such as 2GiB or 500MB",
@@ -40,10 +40,12 @@ def _problem(problem: "ErrorDetails", options: Sequence[str], env_prefix: str, n
     option = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{option} is no option{nearest(option, options)}: correct or remove it"
-    if problem["type"] == "value_error" and option not in options:  # a section whose options disagree
+    known = next((name for name in options if f"{option}.".startswith(f"{name}.")), None)  # may hold what is wrong
+    if problem["type"] == "value_error" and known is None:  # a section whose options disagree
         return f"{option} is refused: {_reason(problem)}"
-    value = "as given" if option.rpartition(".")[2] in _SECRETS else show(problem["input"])
-    variable = env_prefix + option.replace(".", nesting).upper()
+    known = known or option
+    value = "as given" if known.rpartition(".")[2] in _SECRETS else show(problem["input"])
+    variable = env_prefix + known.replace(".", nesting).upper()
     return f"{option} is {value}, but must be {_reason(problem)}: correct it (by flag, {variable} or YAML file)"
 
 

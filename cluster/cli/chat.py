@@ -13,6 +13,7 @@ from rich.console import Console
 from cluster.cli.answer import Answer
 from cluster.cli.connection import (
     DEFAULT_ENDPOINT,
+    ApiKey,
     Endpoint,
     MaxTokens,
     Seed,
@@ -40,22 +41,23 @@ def chat(
     top_p: TopP = None,
     seed: Seed = None,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk with the model of a running cluster."""
     console = Console(highlight=False)
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     with asyncio.Runner() as runner:
-        status = runner.run(cluster_status(endpoint))
+        status = runner.run(cluster_status(endpoint, api_key))
         console.print(f"{status.model.name}; /help lists the commands", style="dim", markup=False)
-        client = runner.run(_connect(endpoint))
+        client = runner.run(_connect(endpoint, api_key))
         try:
             _Conversation(console, runner, client, system, sampling).run()
         finally:
             runner.run(client.close())
 
 
-async def _connect(endpoint: str) -> TandemClient:
-    return TandemClient(endpoint)  # made inside the loop that it is going to belong to
+async def _connect(endpoint: str, api_key: str | None) -> TandemClient:
+    return TandemClient(endpoint, api_key)  # made inside the loop that it is going to belong to
 
 
 class _Conversation:

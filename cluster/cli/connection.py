@@ -1,4 +1,4 @@
-"""What commands share in talking to a running cluster: the endpoint option, sampling options, streaming an answer.
+"""What commands share in talking to a running cluster: endpoint and key, sampling options, streaming an answer.
 
 Invariant: leaving `stream_answer` in any way ends the request on the server too. Used by `generate`, `chat`, `status`
 and `demo`.
@@ -15,6 +15,15 @@ from cluster.rpc.client import Prompt, TandemClient
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 Endpoint = Annotated[str, typer.Option("--endpoint", metavar="HOST:PORT", help="Where the cluster listens.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="TANDEM_API_KEY",
+        metavar="KEY",
+        help="Key for a cluster that asks for one; other users of this machine can see the flag, not the variable.",
+    ),
+]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[float | None, typer.Option(metavar="T", help="0 always takes the likeliest token.")]
 TopK = Annotated[int | None, typer.Option(metavar="K", help="Sample among the K likeliest tokens only.")]
@@ -41,7 +50,7 @@ async def stream_answer(
     return "".join(pieces), completion
 
 
-async def cluster_status(endpoint: str) -> pb.ClusterStatusResponse:
+async def cluster_status(endpoint: str, api_key: str | None) -> pb.ClusterStatusResponse:
     """The status of the cluster at `endpoint`. Raises Unavailable if nobody answers there."""
-    async with TandemClient(endpoint) as client:
+    async with TandemClient(endpoint, api_key) as client:
         return await client.status()

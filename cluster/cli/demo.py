@@ -38,14 +38,14 @@ def demo(
     config = load_config({**sections, **model_flag(model), **speculative})
     console = Console(highlight=False)
     with running_cluster(config, console) as cluster:
-        answers = asyncio.run(_play(cluster.endpoint, console))
+        answers = asyncio.run(_play(cluster.endpoint, cluster.api_key, console))
         console.print(answers_table(answers), new_line_start=True)
     if json_file:
         document = {"requests": [asdict(answer) for answer in answers]}
         json_file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-async def _play(endpoint: str, console: Console) -> list[Answer]:
+async def _play(endpoint: str, api_key: str | None, console: Console) -> list[Answer]:
     """All turns in order; each answer is shown as it comes, with a line of figures under it."""
 
     def show(piece: str) -> None:
@@ -53,7 +53,7 @@ async def _play(endpoint: str, console: Console) -> list[Answer]:
 
     answers: list[Answer] = []
     so_far: list[Message] = []
-    async with TandemClient(endpoint) as client:
+    async with TandemClient(endpoint, api_key) as client:
         for number, turn in enumerate(TURNS, 1):
             messages = turn.messages(so_far)
             console.print(f"\n{number}. {turn.title}", style="bold")

@@ -9,6 +9,7 @@ from cluster.errors import (
     ModelLoadError,
     ModelNotFound,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -21,7 +22,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """A defect, or an error that has no code of its own."""
     CONFIG = 2
-    """Wrong option, configuration or request."""
+    """Wrong option, configuration, request or API key."""
     MODEL = 3
     """The model or draft can't be loaded, or no such model is served."""
     UNAVAILABLE = 4
@@ -35,7 +36,7 @@ class ExitCode(IntEnum):
 def exit_code(error: TandemError) -> ExitCode:
     """The code that a command which failed with `error` exits with."""
     match error:
-        case ConfigError() | InvalidRequest():
+        case ConfigError() | InvalidRequest() | Unauthenticated():
             return ExitCode.CONFIG
         case ModelLoadError() | ModelNotFound():
             return ExitCode.MODEL

@@ -21,8 +21,8 @@ from cluster.errors import ConfigError, show
 
 Flags = dict[str, Any]
 _ALIASES = {"max_batch": ["--max-num-seqs"], "token_budget": ["--max-num-batched-tokens"]}
-# The model is an argument, sections have flags of their own, and a URL with a password would show in `ps`.
-_NOT_FLAGS = ("model", "speculative", "engine", "cluster", "redis_url")
+# The model is an argument, sections have flags of their own, and secrets would show in `ps`.
+_NOT_FLAGS = ("model", "speculative", "engine", "cluster", "redis_url", "api_keys", "tenant_secret")
 
 
 @dataclass(frozen=True)

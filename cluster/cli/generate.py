@@ -8,7 +8,17 @@ import typer
 from rich.console import Console
 
 from cluster.cli.answer import Answer
-from cluster.cli.connection import DEFAULT_ENDPOINT, Endpoint, MaxTokens, Seed, Temperature, TopK, TopP, stream_answer
+from cluster.cli.connection import (
+    DEFAULT_ENDPOINT,
+    ApiKey,
+    Endpoint,
+    MaxTokens,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    stream_answer,
+)
 from cluster.cli.render import answer_line
 from cluster.rpc.client import Prompt, TandemClient
 
@@ -26,6 +36,7 @@ def generate(
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    api_key: ApiKey = None,
 ) -> None:
     """Ask a running cluster one thing."""
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -34,7 +45,7 @@ def generate(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
 
     async def ask() -> str:
-        async with TandemClient(endpoint) as client:
+        async with TandemClient(endpoint, api_key) as client:
             answer, completion = await stream_answer(client, asked, _show, stop=stop or [], **sampling)
             return answer_line(Answer.of(answer, completion))
 

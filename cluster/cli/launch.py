@@ -31,7 +31,7 @@ def running_cluster(config: TandemConfig, console: Console) -> Iterator["Running
 
         cluster = start_cluster(config, stage)
     with cluster:
-        console.print(cluster_box(asyncio.run(cluster_status(cluster.endpoint)), cluster.endpoint))
+        console.print(cluster_box(asyncio.run(cluster_status(cluster.endpoint, cluster.api_key)), cluster.endpoint))
         try:
             yield cluster
         finally:

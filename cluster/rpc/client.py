@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from cluster.errors import TandemError
+from cluster.errors import InvalidRequest, TandemError
 from cluster.rpc import status
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
 
@@ -28,7 +28,11 @@ class TandemClient:
     """Calls one gateway. Belongs to one asyncio loop; an async context manager that closes its connection."""
 
     def __init__(self, address: str, api_key: str | None = None) -> None:
-        """`address` is host:port."""
+        """`address` is host:port. Raises InvalidRequest if `api_key` can't be a header."""
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidRequest(
+                "api_key", "one with other characters", "printable ASCII", "send the key as it was made"
+            )
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 

@@ -1,5 +1,6 @@
 """The README's commands on the tiny model, end to end, as a user starts them: real Ray, real Redis, real gRPC."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -136,6 +137,27 @@ def test_sigterm_leaves_no_process_and_no_socket(served: tuple[TandemProcess, st
     assert serve.end(signal.SIGTERM) == 143, serve.output
     assert eventually(lambda: not serve.family())
     assert not [folder for folder in folders if folder.exists()]
+
+
+def test_a_cluster_with_keys_serves_who_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.sha256(b"key-red").hexdigest()
+    monkeypatch.setenv("TANDEM_CLUSTER__API_KEYS", json.dumps({"red": digest}))
+    serve = TandemProcess("serve", TARGET, "--port", "0", "--kv-cache-bytes", "16MiB", "--log-level", "debug")
+    try:
+        endpoint = serve.wait_for("grpc://", 300).split("grpc://")[1].split()[0]
+        ask = ["generate", "hi", "--max-tokens", "4", "--endpoint", endpoint]
+        refused, wrong = tandem(*ask), tandem(*ask, "--api-key", "key-blue")
+        assert refused.returncode == wrong.returncode == 2
+        assert "send your API key" in refused.stderr and "isn't known" in wrong.stderr
+        monkeypatch.setenv("TANDEM_API_KEY", "key-red")
+        for arguments in (ask, ["status", "--endpoint", endpoint]):
+            result = tandem(*arguments)
+            assert result.returncode == 0, result.stderr
+            assert result.stdout.strip()
+        serve.end(signal.SIGTERM)
+        assert digest not in serve.output and "key-red" not in serve.output
+    finally:
+        serve.kill()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])

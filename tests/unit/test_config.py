@@ -115,6 +115,32 @@ def test_a_password_is_never_shown() -> None:
     assert "hunter2" not in refusal({"cluster": {"redis_url": ["hunter2"]}})
 
 
+def test_api_keys_come_as_digests_by_tenant_and_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CLUSTER__API_KEYS", f'{{"red": "{"ab" * 32}"}}')
+    monkeypatch.setenv("TANDEM_CLUSTER__TENANT_SECRET", "correct horse battery")
+    monkeypatch.setenv("TANDEM_API_KEY", "a client's, which the cluster has no use for")
+    config = load_config()
+    assert config.cluster.api_keys == {"red": "ab" * 32}
+    assert config.cluster.tenant_secret and config.cluster.tenant_secret.get_secret_value() == "correct horse battery"
+    assert "abab" not in f"{config!r} {config}" and "battery" not in f"{config!r} {config} {config.model_dump_json()}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"api_keys": {"red": "hunter2"}}, ["cluster.api_keys.red", "64 hex", "(by flag, TANDEM_CLUSTER__API_KEYS or"]),
+        ({"api_keys": {"red": "HUNTER2"}}, ["cluster.api_keys.red", "SHA-256"]),
+        ({"api_keys": {"": "ab" * 32}}, ["cluster.api_keys", "at least 1 character"]),
+        ({"api_keys": ["hunter2"]}, ["cluster.api_keys"]),
+        ({"tenant_secret": "hunter2"}, ["cluster.tenant_secret", "16"]),
+    ],
+)
+def test_a_wrong_secret_is_refused_without_repeating_it(options: dict[str, Any], words: list[str]) -> None:
+    message = refusal({"cluster": options})
+    assert all(word in message for word in words), message
+    assert "hunter2" not in message.lower()
+
+
 def test_the_engine_gets_what_was_set() -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 3}
     engine = {"chunk": None, "max_model_len": 512, "reuse": False, "kv_cache_bytes": "1MiB", "draft_block_size": 8}

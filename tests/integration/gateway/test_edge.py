@@ -209,6 +209,12 @@ async def test_with_keys_every_method_but_health_needs_one() -> None:
             await stack.client.status()
 
 
+async def test_a_key_that_cannot_be_a_header_is_refused_without_repeating_it() -> None:
+    with pytest.raises(InvalidRequest, match="api_key") as caught:
+        TandemClient("127.0.0.1:1", api_key="key-red\n")
+    assert "key-red" not in str(caught.value)
+
+
 async def test_tenants_share_neither_keys_of_blocks_nor_ids_of_requests() -> None:
     tenants = Tenants({"red": digest_of("key-red"), "blue": digest_of("key-blue")})
     async with (

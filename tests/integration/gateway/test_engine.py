@@ -12,12 +12,14 @@ from cluster.core.frontier import Frontier
 from cluster.engine.config import EngineConfig
 from cluster.engine.engine import Engine
 from cluster.engine.loop import EngineLoop
-from cluster.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, TandemError
+from cluster.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, TandemError, Unauthenticated
+from cluster.gateway.auth import Tenants, digest_of
 from cluster.gateway.served import ServedModel
 from cluster.gateway.worker_client import WorkerClients
 from cluster.routing.types import Placement
 from cluster.rpc._generated.tandem.internal.v1 import worker_pb2
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
+from cluster.rpc.client import TandemClient
 from cluster.rpc.server import RpcServer
 from cluster.rpc.worker_service import WorkerService
 from tests.fixtures.prompts import TINY_EAGLE3, TINY_TARGET
@@ -55,12 +57,19 @@ async def worker(loop: EngineLoop) -> AsyncGenerator[str, None]:
     await server.stop()
 
 
-@pytest.fixture
-async def stack(loop: EngineLoop) -> AsyncGenerator[Stack, None]:
+@asynccontextmanager
+async def edge(loop: EngineLoop, tenants: Tenants | None = None) -> AsyncGenerator[Stack, None]:
+    """A gateway and a worker service around the engine."""
     parts = await loop.call(lambda engine: engine.parts)
     card = replace(CARD, fingerprint=parts.target.fingerprint, vocab_size=parts.target.vocab_size)
     served = ServedModel(card, tokenizer(), pools=())
-    async with worker(loop) as address, gateway([worker_info("worker-0", address, EPOCH)], served) as stack:
+    async with worker(loop) as address, gateway([worker_info("worker-0", address, EPOCH)], served, tenants) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def stack(loop: EngineLoop) -> AsyncGenerator[Stack, None]:
+    async with edge(loop) as stack:
         yield stack
 
 
@@ -96,6 +105,22 @@ async def test_the_same_again_reuses_both_pools_and_says_the_same(stack: Stack) 
     assert warm.reuse.joint_tokens == 79
     assert warm.reuse.target_tokens >= 79 and warm.reuse.draft_tokens >= 79
     assert (last.reuse.target_tokens, last.speculation.steps) == (0, 0)
+
+
+async def test_a_tenant_reuses_its_own_kv_and_no_other_tenants(loop: EngineLoop) -> None:
+    tenants = Tenants({"red": digest_of("key-red"), "blue": digest_of("key-blue")})
+    reused: list[int] = []
+    answers: list[list[int]] = []
+    async with edge(loop, tenants) as stack:
+        for key in ("key-red", "key-blue", "key-blue"):
+            async with TandemClient(stack.address, key) as client:
+                tokens, _, last = await collect(client.generate(list(range(500, 580)), max_tokens=8, temperature=0))
+            reused.append(last.reuse.joint_tokens)
+            answers.append(tokens)
+        with pytest.raises(Unauthenticated):
+            await collect(stack.client.generate("hi"))
+    assert reused == [0, 0, 79]
+    assert answers[0] == answers[1] == answers[2]
 
 
 async def test_text_chat_and_tokens_of_one_prompt_are_one_prompt(stack: Stack) -> None:

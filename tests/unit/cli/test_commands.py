@@ -16,6 +16,7 @@ from cluster.errors import (
     ModelLoadError,
     ModelNotFound,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -65,6 +66,7 @@ def test_a_mistake_ends_in_one_sentence_and_its_code(arguments: list[str], code:
     [
         (ConfigError("x"), ExitCode.CONFIG),
         (InvalidRequest("f", 0, "above 0", "raise it"), ExitCode.CONFIG),
+        (Unauthenticated("x"), ExitCode.CONFIG),
         (ModelLoadError("x"), ExitCode.MODEL),
         (ModelNotFound("m", ("n",)), ExitCode.MODEL),
         (Unavailable("x"), ExitCode.UNAVAILABLE),

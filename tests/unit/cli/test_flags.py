@@ -68,4 +68,4 @@ def test_every_option_but_those_with_other_ways_is_a_flag() -> None:
 
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).output
     names = [name.rpartition(".")[2].replace("_", "-") for name in option_names() if not name.startswith("speculative")]
-    assert [name for name in names if f"--{name}" not in text] == ["model", "redis-url"]
+    assert [name for name in names if f"--{name}" not in text] == ["model", "redis-url", "api-keys", "tenant-secret"]

@@ -74,8 +74,9 @@ class Admission:
             raise InvalidRequest(
                 "request_id", request.request_id, "the id of no unfinished request", "choose a new one"
             )
-        if not request.prompt:
-            raise InvalidRequest("prompt", "empty", "at least 1 token", "send a prompt")
+        if not 0 < len(request.prompt) < self.limits.max_len:
+            limit = f"from 1 to {self.limits.max_len - 1} tokens long"
+            raise InvalidRequest("prompt", f"{len(request.prompt)} tokens long", limit, "send a prompt of such length")
         if len(self._waiting) >= self.limits.max_queue:
             raise CapacityExceeded(
                 f"{len(self._waiting)} requests wait, the limit is {self.limits.max_queue}: retry later."
@@ -113,8 +114,8 @@ class Admission:
 
     def _open(self, request: Request) -> CacheHandle:
         draft = self.cache.pools.get(DRAFT)
-        last = len(request.prompt) + request.sampling.max_tokens
-        fits = draft is not None and draft.spec.blocks_for(self.shape.real_slots(last)) <= draft.spec.num_blocks
+        slots = self.shape.real_slots(self._longest(request))
+        fits = draft is not None and draft.spec.blocks_for(slots) <= draft.spec.num_blocks
         try:
             return self.cache.open(
                 request.request_id,
@@ -132,10 +133,14 @@ class Admission:
     def _check_fits(self, request: Request) -> None:
         spec = self.cache.pools[TARGET].spec
         # The last token that is generated is never computed.
-        needed = spec.blocks_for(len(request.prompt) + request.sampling.max_tokens - 1)
+        needed = spec.blocks_for(self._longest(request) - 1)
         if needed > spec.num_blocks:
             largest = max(0, spec.num_blocks * spec.block_size - request.sampling.max_tokens + 1)
             raise PromptTooLarge(needed, spec.num_blocks, largest)
+
+    def _longest(self, request: Request) -> int:
+        """Tokens of prompt and output that the request may come to."""
+        return min(len(request.prompt) + request.sampling.max_tokens, self.limits.max_len)
 
     # ------------------------------------------------------------ steps
 

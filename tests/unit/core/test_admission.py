@@ -198,6 +198,17 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
     worker.drain(20)
 
 
+def test_what_the_length_limit_forbids_needs_no_room() -> None:
+    worker = make_worker(blocks=5, max_len=20)
+    request = make_request("a", range(10), 1000)
+    worker.admission.submit(request)
+    for _ in range(20):
+        worker.step()
+        if len(request.output) >= 10:
+            worker.admission.finish(request, FinishReason.LENGTH)
+    assert request.output == reference(range(10), 10)
+
+
 def test_a_draft_pool_that_is_too_small_costs_speculation_not_the_request() -> None:
     oracle = make_pair(draft_blocks=2)
     worker = OracleWorker(oracle, LIMITS, DraftShape(Coupling.JOINT, 1, 2), random.Random(0))
@@ -208,7 +219,15 @@ def test_a_draft_pool_that_is_too_small_costs_speculation_not_the_request() -> N
     assert oracle.cache.meters()["draft"].free == 2
 
 
-@pytest.mark.parametrize(("prompt", "problem"), [((), "empty"), ((1, -1), "vocabulary"), ((2**32,), "vocabulary")])
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ((), "0 tokens long"),
+        ((1,) * 200, "from 1 to 199 tokens long"),
+        ((1, -1), "vocabulary"),
+        ((2**32,), "vocabulary"),
+    ],
+)
 def test_a_prompt_that_is_no_prompt_is_refused_and_leaves_nothing(prompt: tuple[int, ...], problem: str) -> None:
     worker = make_worker()
     with pytest.raises(InvalidRequest, match=problem):

@@ -28,7 +28,7 @@ class TandemProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cluster.cli.main", *arguments],
             cwd=ROOT,
-            env={**os.environ, _MARK: self._mark, "COLUMNS": "200"},
+            env={**users_environment(), _MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -86,6 +86,12 @@ class TandemProcess:
                 self._changed.notify_all()
         with self._changed:
             self._changed.notify_all()
+
+
+def users_environment() -> dict[str, str]:
+    """The environment of a user's shell: without what a cluster in this very process has put into ours."""
+    own = {name: value for name, value in os.environ.items() if name != _RUNTIME and not name.startswith("RAY_")}
+    return {**own, "COLUMNS": "200"}
 
 
 def eventually(condition: Callable[[], bool], limit_s: float = 20.0) -> bool:

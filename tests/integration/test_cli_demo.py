@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli_process import EAGLE3, MODELS, ROOT, TandemProcess, eventually
+from tests.integration.cli_process import EAGLE3, MODELS, ROOT, TandemProcess, eventually, users_environment
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 TARGET = str(MODELS / "tiny-target")
@@ -69,8 +68,9 @@ def served() -> Iterator[tuple[TandemProcess, str]]:
 
 def tandem(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "cluster.cli.main", *arguments]
-    environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=ROOT, env=users_environment(), input=stdin, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_box_tells_what_is_served(served: tuple[TandemProcess, str]) -> None:

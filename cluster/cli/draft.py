@@ -1,7 +1,7 @@
 """`tandem draft train`: an EAGLE3 draft for a model of the user's, trained on the model's own outputs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.console import Console
 from cluster.errors import ConfigError, show
 from cluster.training.options import TrainDraftOptions, TrainDraftResult
 
+_Default = TrainDraftOptions  # its fields' defaults are the flags'
 draft = typer.Typer(help="Make drafts.", no_args_is_help=True)
 
 
@@ -17,61 +18,32 @@ def _group() -> None:
     """Keeps `train` a subcommand though it is the only one."""
 
 
+def _option(help_text: str, metavar: str = "N") -> Any:
+    return typer.Option(metavar=metavar, help=help_text)
+
+
 @draft.command()
 def train(
     model: Annotated[Path, typer.Argument(help="Folder of the target model (safetensors).")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the finished draft.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text to train on instead of generating it: .jsonl or plain text."),
-    ] = None,
-    prompts: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="JSONL of prompts for the target to answer; repeatable.")
-    ] = None,
-    answers_per_prompt: Annotated[
-        int, typer.Option(metavar="N", help="Answers to each given prompt.")
-    ] = TrainDraftOptions.answers_per_prompt,
-    held_out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSONL of prompts that only measure the draft.")
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(metavar="N", help="Answer tokens to generate without --data.")
-    ] = TrainDraftOptions.tokens,
-    token_passes: Annotated[
-        int, typer.Option(metavar="N", help="Tokens to train on in all.")
-    ] = TrainDraftOptions.token_passes,
-    work_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of what can be resumed. Default: OUT/work.")
-    ] = None,
-    draft_vocab: Annotated[
-        int, typer.Option(metavar="N", help="Size of the draft's vocabulary.")
-    ] = TrainDraftOptions.draft_vocab,
-    aux_layers: Annotated[
-        str | None, typer.Option(metavar="I,J,K", help="Hidden states that the draft reads. Default: EAGLE3's three.")
-    ] = None,
-    ttt_steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps that it is trained on its own output.")
-    ] = TrainDraftOptions.ttt_steps,
-    batch_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of one optimizer step.")
-    ] = TrainDraftOptions.batch_tokens,
-    max_len: Annotated[
-        int, typer.Option(metavar="N", help="Longest sequence to train on.")
-    ] = TrainDraftOptions.max_len,
-    answer_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Longest answer to generate.")
-    ] = TrainDraftOptions.answer_tokens,
-    learning_rate: Annotated[
-        float, typer.Option(metavar="R", help="Peak learning rate.")
-    ] = TrainDraftOptions.learning_rate,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="Temperature of the soft labels.")
-    ] = TrainDraftOptions.temperature,
-    evaluate_every: Annotated[
-        int, typer.Option(metavar="N", help="Tokens between checkpoints.")
-    ] = TrainDraftOptions.evaluate_every,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of generation and training.")] = TrainDraftOptions.seed,
+    out: Annotated[Path, _option("Folder for the finished draft.", "DIR")],
+    data: Annotated[Path | None, _option("Text to train on, not to be generated: .jsonl or plain.", "FILE")] = None,
+    prompts: Annotated[list[Path] | None, _option("JSONL of prompts to answer; repeatable.", "FILE")] = None,
+    answers_per_prompt: Annotated[int, _option("Answers to each given prompt.")] = _Default.answers_per_prompt,
+    held_out: Annotated[Path | None, _option("JSONL of prompts that only measure the draft.", "FILE")] = None,
+    tokens: Annotated[int, _option("Answer tokens to generate without --data.")] = _Default.tokens,
+    token_passes: Annotated[int, _option("Tokens to train on in all.")] = _Default.token_passes,
+    work_dir: Annotated[Path | None, _option("Folder of what can be resumed. Default: OUT/work.", "DIR")] = None,
+    draft_vocab: Annotated[int, _option("Size of the draft's vocabulary.")] = _Default.draft_vocab,
+    aux_layers: Annotated[str | None, _option("Hidden states to read. Default: EAGLE3's three.", "I,J,K")] = None,
+    ttt_steps: Annotated[int, _option("Steps that it is trained on its own output.")] = _Default.ttt_steps,
+    batch_tokens: Annotated[int, _option("Tokens of one optimizer step.")] = _Default.batch_tokens,
+    max_len: Annotated[int, _option("Longest sequence to train on.")] = _Default.max_len,
+    answer_tokens: Annotated[int, _option("Longest answer to generate.")] = _Default.answer_tokens,
+    learning_rate: Annotated[float, _option("Peak learning rate.", "R")] = _Default.learning_rate,
+    temperature: Annotated[float, _option("Temperature of the soft labels.", "T")] = _Default.temperature,
+    evaluate_every: Annotated[int, _option("Tokens between checkpoints.")] = _Default.evaluate_every,
+    threads: Annotated[int | None, _option("CPU threads.")] = None,
+    seed: Annotated[int, _option("Seed of generation and training.")] = _Default.seed,
 ) -> None:
     """Train an EAGLE3 draft for a model; the same command again goes on where it stopped."""
     from cluster.training.train import train_draft

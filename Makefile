@@ -67,6 +67,14 @@ $(PEERS)/vllm/.ready: cluster/bench/peer_scripts/vllm-requirements.txt
 	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# Only SGLang's radix cache is measured; what it needs beside torch is named here, the rest of the server stays out.
+$(PEERS)/sglang/.ready: cluster/bench/peer_scripts/sglang-requirements.txt
+	$(PYTHON) -m venv $(PEERS)/sglang
+	$(PEERS)/sglang/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0'
+	$(PEERS)/sglang/bin/python -m pip install --quiet msgspec numpy packaging
+	$(PEERS)/sglang/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
 # --- checking ---------------------------------------------------------------------------------------------------
 
 test: $(VENV)/.dev lint  ## run every check and test

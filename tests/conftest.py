@@ -8,8 +8,9 @@ for _variable in [name for name in os.environ if name.startswith("TANDEM_")]:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# A shell that runs the tests in the background has them ignore SIGINT, and so would all processes that they start.
+# Run in the background or under nohup, the tests would ignore SIGINT or SIGHUP, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from tests.support.cluster import client, running_cluster  # noqa: E402  # the environment comes first
 

@@ -24,6 +24,7 @@ from pydantic_settings import (
 
 from cluster.config_errors import nearest, sentence
 from cluster.errors import ConfigError, show
+from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder
 
 if TYPE_CHECKING:
     from cluster.engine.config import EngineConfig
@@ -55,10 +56,10 @@ class SpeculativeConfig(BaseModel):
 
     model_config = _SECTION
 
-    method: Literal["none", "ngram", "draft_model", "eagle3"] = "none"
+    method: SpeculationMethod = SpeculationMethod.NONE
     """Where drafts come from."""
     model: Path | None = None
-    """Folder of the draft (safetensors); needed by draft_model and eagle3."""
+    """Folder of the draft (safetensors), for the methods that need one."""
     num_speculative_tokens: int = Field(default=3, ge=1, le=16)
     """Tokens drafted in each step."""
     prompt_lookup_min: int = Field(default=1, ge=1, le=16)
@@ -68,9 +69,10 @@ class SpeculativeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> "SpeculativeConfig":
-        if self.method in ("draft_model", "eagle3") and self.model is None:
+        folder = draft_folder(self.method)
+        if folder is DraftFolder.REQUIRED and self.model is None:
             raise ValueError(f"method {self.method} needs 'model', the folder of the draft")
-        if self.method in ("none", "ngram") and self.model is not None:
+        if folder is DraftFolder.NEVER and self.model is not None:
             raise ValueError(f"method {self.method} takes no draft model; leave 'model' out")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError("prompt_lookup_min must be at most prompt_lookup_max")
@@ -178,15 +180,13 @@ class TandemConfig(BaseSettings):
     def to_engine_config(self) -> "EngineConfig":
         """What one worker's engine is built from. `model` must be set: the CLI resolves the demo model before."""
         from cluster.engine.config import EngineConfig
-        from cluster.speculation.lookahead import SpeculationMethod
-
         if self.model is None:
             raise ConfigError("model is unset, but must be the folder of a target model: name it on the command line.")
         engine, speculative = self.engine, self.speculative
         return EngineConfig(
             model=self.model,
             draft=speculative.model,
-            method=SpeculationMethod(speculative.method),
+            method=speculative.method,
             num_speculative_tokens=speculative.num_speculative_tokens,
             ngram_min=speculative.prompt_lookup_min,
             ngram_max=speculative.prompt_lookup_max,

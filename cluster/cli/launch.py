@@ -44,5 +44,5 @@ def with_demo_model(config: TandemConfig) -> TandemConfig:
 
     updates: dict[str, object] = {"model": demo_target(), "served_model_name": config.model_name}
     if "speculative" not in config.model_fields_set:
-        updates["speculative"] = SpeculativeConfig(method="eagle3", model=demo_draft())
+        updates["speculative"] = SpeculativeConfig(method=SpeculationMethod.EAGLE3, model=demo_draft())
     return config.model_copy(update=updates)

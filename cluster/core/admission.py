@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
 from cluster.core.draft_length import MEMORY, DraftLength, FixedDraftLength
+from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.paired_cache import DRAFT, TARGET, CacheHandle, PairedCache
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.step_builder import StepBuilder, Verdict, rank_of
@@ -107,7 +108,7 @@ class Admission:
         self._running.pop(request.request_id, None)
         if request.status is RequestStatus.WAITING:
             del self._waiting[bisect_left(self._waiting, request.rank, key=rank_of)]
-        request.status, request.finish, request.drafts = RequestStatus.FINISHED, reason, ()
+        request.status, request.finish, request.drafts = RequestStatus.FINISHED, reason, NO_DRAFTS
         if request.handle is not None:
             # After an error nobody vouches for what was written last.
             self.cache.free(request.handle, publish_tail=reason is not FinishReason.ERROR)
@@ -199,13 +200,13 @@ class Admission:
     def _back_to_queue(self, request: Request) -> None:
         if request.handle is not None:
             self.cache.suspend(request.handle)
-        request.drafts = ()
+        request.drafts = NO_DRAFTS
         request.status = RequestStatus.WAITING
         self._running.pop(request.request_id, None)
         insort(self._waiting, request, key=rank_of)
 
     def complete(
-        self, row: RowPlan, new_tokens: Sequence[int], draft_computed: int = 0, next_drafts: tuple[int, ...] = ()
+        self, row: RowPlan, new_tokens: Sequence[int], draft_computed: int = 0, next_drafts: Drafts = NO_DRAFTS
     ) -> None:
         """The row ran. `new_tokens` are the accepted drafts and the token after them (none for a chunk of a prompt);
         cut where the request ends. `draft_computed` counts draft slots from `row.draft_start` on that now hold KV of

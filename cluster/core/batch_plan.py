@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.drafts import Drafts
 from cluster.core.handle import Claim, Coupling
 from cluster.core.holding import BlockCopy
 from cluster.core.request import Request
@@ -17,17 +18,27 @@ from cluster.core.request import Request
 class DraftShape:
     """What planning must know of a drafter.
 
-    `span`: its KV's lookahead in tokens; None for a drafter without KV. `max_draft_tokens`: K, the most drafts in a
-    row. `max_positions`: tokens that the draft model can attend to, None if unlimited."""
+    `span`: its KV's lookahead in tokens; None for a drafter without KV. `max_draft_tokens`: K, the most drafts of a
+    step. `max_positions`: tokens that the draft model can attend to, None if unlimited. `scratch`: draft slots beyond
+    those with real inputs that a drafting pass writes; None for one fewer than drafts, as a chain needs."""
 
     coupling: Coupling
     span: int | None
     max_draft_tokens: int
     max_positions: int | None = None
+    scratch: int | None = None
 
     def real_slots(self, known: int) -> int:
-        """Draft slots that `known` tokens determine."""
-        return max(0, known - (self.span or 0))
+        """Draft slots that `known` tokens determine. A draft that reads the target's states must do without those of
+        the newest token, which the target has yet to compute."""
+        unread = 1 if self.coupling is Coupling.JOINT else 0
+        return max(0, known - max(self.span or 0, unread))
+
+    def scratch_for(self, drafts: int) -> int:
+        """Draft slots that proposing so many drafts may write beyond those with real inputs."""
+        if drafts <= 0:
+            return 0
+        return drafts - 1 if self.scratch is None else self.scratch
 
     def drafts_for(self, known: int, wanted: int) -> int:
         """How many of the wanted drafts can follow `known` tokens: at most K, none past the draft's last position."""
@@ -65,7 +76,7 @@ class RowPlan:
     """One request's share of a step. The target computes positions [start, start + len(tokens)).
 
     known: tokens of the request that were known when the step was planned.
-    tokens: the `num_known` known tokens from `start` on, then `num_drafts` drafts to verify.
+    tokens: the `num_known` known tokens from `start` on, then the tokens of `drafts`, to be verified.
     draft_start: first draft slot whose KV isn't computed; None if the request uses no draft pool.
     draft_limit: draft slots with real inputs end here at the latest, whatever is accepted.
     next_drafts: the most drafts to propose after this step; slots for them are reserved.
@@ -79,12 +90,17 @@ class RowPlan:
     start: int
     tokens: tuple[int, ...]
     num_known: int
-    num_drafts: int
+    drafts: Drafts
     draft_start: int | None
     draft_limit: int
     next_drafts: int
     room: int
     claim: Claim | None
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that the row verifies."""
+        return len(self.drafts)
 
     @property
     def needs_logits(self) -> bool:
@@ -104,7 +120,7 @@ class RowPlan:
         if not self.needs_logits:
             return 0
         known = self.known + num_new
-        if self.draft_start is not None and self.draft_end(num_new) + (self.shape.span or 0) != known:
+        if self.draft_start is not None and self.draft_end(num_new) != self.shape.real_slots(known):
             return 0
         # Whatever is drafted, the target adds one more token of its own.
         return self.shape.drafts_for(known, min(self.next_drafts, self.room - num_new - 1))
@@ -116,9 +132,9 @@ class RowPlan:
 
     @property
     def draft_width(self) -> int:
-        """One past the last draft slot that may be written, scratch slots of a chain included."""
+        """One past the last draft slot that may be written, scratch slots included."""
         new = self.num_drafts + 1 if self.needs_logits else 0
-        return self.draft_end(new) + max(0, self.next_drafts - 1)
+        return self.draft_end(new) + self.shape.scratch_for(self.next_drafts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.core.draft_length import Acceptance
+from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.frontier import Frontier
 from cluster.core.handle import CacheHandle
 from cluster.core.sampling import SamplingParams
@@ -54,7 +55,7 @@ class Request:
     speculate: bool = True
     reuse: bool = True
     output: list[int] = field(default_factory=list)
-    drafts: tuple[int, ...] = ()
+    drafts: Drafts = NO_DRAFTS
     status: RequestStatus = RequestStatus.WAITING
     handle: CacheHandle | None = None
     preemptions: int = 0

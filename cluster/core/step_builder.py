@@ -13,6 +13,7 @@ from enum import Enum, auto
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
 from cluster.core.draft_length import DraftLength
+from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.handle import CacheHandle, Claim, Coupling
 from cluster.core.paired_cache import DRAFT, TARGET, PairedCache
 from cluster.core.request import Request, RequestStatus
@@ -67,7 +68,7 @@ class StepBuilder:
 
         One that lost its blocks earlier in this step is left alone."""
         if request.status is RequestStatus.RUNNING:
-            self._schedule(request, _handle_of(request), request.drafts[:max_drafts], None)
+            self._schedule(request, _handle_of(request), request.drafts.first(max_drafts), None)
 
     def admit(self, request: Request, handle: CacheHandle) -> Verdict:
         """Claims blocks for a waiting request and schedules its first chunk. If it isn't admitted, it holds nothing."""
@@ -77,7 +78,7 @@ class StepBuilder:
         claim = self._cache.claim(handle)
         block = _next_block(handle)
         waits = block is not None and block in self._computing.values()
-        if waits or not self._schedule(request, handle, (), claim):
+        if waits or not self._schedule(request, handle, NO_DRAFTS, claim):
             self._cache.suspend(handle)
             return Verdict.WAITS if waits else Verdict.NO_ROOM
         insort(self._holders, request, key=rank_of)
@@ -89,14 +90,14 @@ class StepBuilder:
 
     # ------------------------------------------------------------ inside
 
-    def _schedule(self, request: Request, handle: CacheHandle, drafts: tuple[int, ...], claim: Claim | None) -> bool:
+    def _schedule(self, request: Request, handle: CacheHandle, drafts: Drafts, claim: Claim | None) -> bool:
         speculates = request.speculate and (self._shape.span is None or DRAFT in handle.pools)
         most = self._shape.max_draft_tokens if speculates else 0
         length = self._lengths.choose(request.acceptance, len(self._holders), most)
         row = self._row(request, handle, drafts, length, claim)
         while row is not None and not self._reserve(handle, row):
             if row.num_drafts or row.next_drafts:
-                row = self._row(request, handle, (), 0, claim)
+                row = self._row(request, handle, NO_DRAFTS, 0, claim)
             elif not self._preempt_for(request, newcomer=claim is not None):
                 return False
         if row is None:
@@ -109,31 +110,28 @@ class StepBuilder:
         return True
 
     def _row(
-        self, request: Request, handle: CacheHandle, drafts: tuple[int, ...], next_drafts: int, claim: Claim | None
+        self, request: Request, handle: CacheHandle, drafts: Drafts, next_drafts: int, claim: Claim | None
     ) -> RowPlan | None:
         """The request's row within budget, chunk and length limits; None if the budget is used up."""
         known = request.num_known
         draft_start = handle.cursor(DRAFT) if DRAFT in handle.pools else None
         start = handle.cursor(TARGET)
         joint = self._shape.coupling is Coupling.JOINT
-        if joint and draft_start is not None:
-            # Where the span exceeds 1, the draft needs the hidden states of the last few positions once more.
-            start = min(start, draft_start)
         chunk = self._chunk(known)
         taken = min(known - start, chunk, self.budget)
         if taken <= 0:
             return None
         final = start + taken == known
         room = min(request.sampling.max_tokens - len(request.output), self._limits.max_len - known)
-        drafts = drafts[: max(0, min(self.budget - taken, room - 1))] if final else ()
+        drafts = drafts.first(min(self.budget - taken, room - 1)) if final else NO_DRAFTS
         return RowPlan(
             request=request,
             shape=self._shape,
             known=known,
             start=start,
-            tokens=request.known(start, start + taken) + drafts,
+            tokens=request.known(start, start + taken) + drafts.tokens,
             num_known=taken,
-            num_drafts=len(drafts),
+            drafts=drafts,
             draft_start=draft_start,
             draft_limit=start + taken + len(drafts) if joint else (draft_start or 0) + chunk,
             next_drafts=self._shape.drafts_for(known + 1, min(next_drafts, room - 2)) if final else 0,

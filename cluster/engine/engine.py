@@ -108,6 +108,9 @@ class Engine:
         """Run one batch and return what happened. Never raises for a fault of a request or of the batch."""
         plan = self._admission.plan(time.monotonic())
         self._counters.preemptions += len(plan.preempted)
+        if self.parts.drafter is not None:
+            for request in plan.preempted:
+                self.parts.drafter.forget(request.request_id)
         for request in plan.expired:
             self._end(request, FinishReason.DEADLINE)
         events = self._run(plan) if plan.rows else []

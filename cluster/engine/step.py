@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.batch_plan import RowPlan, StepPlan
+from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.paired_cache import CacheHandle
 from cluster.engine.batch import PackedBatch, PagedRow, pack
 from cluster.engine.kv_tensors import KvTensors
@@ -33,7 +34,7 @@ class RowOutcome:
     accepted: int = 0
     failed: bool = False
     draft_computed: int = 0
-    next_drafts: tuple[int, ...] = ()
+    next_drafts: Drafts = NO_DRAFTS
 
 
 class StepRunner:
@@ -109,9 +110,10 @@ class StepRunner:
         start = row.draft_start or 0  # without a draft pool there is nothing to write: [0, 0)
         end = row.draft_end(len(taken.tokens) if taken else 0)
         k = row.drafts_after(len(taken.tokens)) if taken and taken.finish is None else 0
-        if end <= start and not k:
+        reads = hidden is not None and row.draft_start is not None
+        if end <= start and not k and not reads:
             return None
-        first = offset + start - row.start
+        computed = row.num_known + (len(taken.tokens) - 1 if taken else 0)
         return DraftTask(
             request_id=row.request.request_id,
             tokens=output.tokens,
@@ -123,7 +125,9 @@ class StepRunner:
             num_prompt=len(row.request.prompt),
             block_table=() if row.draft_start is None else _handle(row).block_table("draft"),
             held=0 if row.draft_start is None else _handle(row).held("draft"),
-            hidden=None if hidden is None else hidden[first : first + end - start],
+            hidden_start=row.start,
+            hidden=None if hidden is None else hidden[offset : offset + computed],
+            tenant=row.request.tenant_salt,
         )
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.core.batch_plan import DraftShape
+from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.engine.penalties import needs_history
 from cluster.engine.sampler import Sampler, SampleRow
 from cluster.speculation.protocol import DraftTask
@@ -79,13 +80,13 @@ class ChainModel(Protocol):
 
 def draft_chains(
     tasks: Sequence[DraftTask], shape: DraftShape, chooser: DraftChooser, model: ChainModel
-) -> list[tuple[int, ...]]:
+) -> list[Drafts]:
     """The drafts of each task. Raises ValueError for a task that breaks its contract, before anything is written."""
     chains = [_start(_within(task, shape.max_positions), shape) for task in tasks]
     writing = [chain for chain in chains if chain.task.end > chain.task.start]
     going = [chain for chain in writing if chain.width]
     if not writing:
-        return [() for _ in tasks]
+        return [NO_DRAFTS for _ in tasks]
     for place, chain in enumerate(going):
         chain.place = place
     logits = model.begin([chain.task for chain in writing], [i for i, chain in enumerate(writing) if chain.width])
@@ -94,7 +95,7 @@ def draft_chains(
         going = [chain for chain, token in zip(going, chosen, strict=True) if chain.add(token)]
         if going:
             logits = model.feed(going)
-    return [tuple(chain.drafts) for chain in chains]
+    return [Drafts.chain(chain.drafts) for chain in chains]
 
 
 def _within(task: DraftTask, max_positions: int | None) -> DraftTask:
@@ -102,9 +103,7 @@ def _within(task: DraftTask, max_positions: int | None) -> DraftTask:
     so nothing ever reads them."""
     if max_positions is None or task.end <= max_positions:
         return task
-    start = min(task.start, max_positions)
-    hidden = None if task.hidden is None else task.hidden[: max_positions - start]
-    return replace(task, start=start, end=max_positions, k=0, hidden=hidden)
+    return replace(task, start=min(task.start, max_positions), end=max_positions, k=0)
 
 
 def _start(task: DraftTask, shape: DraftShape) -> Chain:
@@ -113,7 +112,7 @@ def _start(task: DraftTask, shape: DraftShape) -> Chain:
     Drafts 1..k-1 are fed in slots end..end+k-2; the last one isn't fed. Raises ValueError if the task breaks its
     contract.
     """
-    known = len(task.tokens) - (shape.span or 0)
+    known = shape.real_slots(len(task.tokens))
     limit = shape.max_positions
     if not 0 <= task.start <= task.end <= known:
         raise ValueError(f"slots [{task.start}, {task.end}) of {task.request_id}: only {known} have real inputs")

@@ -6,21 +6,32 @@ Tokens that were drafted and then accepted are fed again: it takes the same numb
 from known tokens. Called by the step loop.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from cluster.core.batch_plan import DraftShape
+from cluster.core.drafts import Drafts
 from cluster.engine.batch import PagedRow, pack
 from cluster.engine.kv_tensors import KvTensors
-from cluster.engine.model import LoadedModel
+from cluster.engine.model import LoadedModel, load_target
 from cluster.engine.runner import PagedModel
 from cluster.engine.sampler import Sampler
 from cluster.speculation.chain import Chain, DraftChooser, draft_chains
 from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead
 from cluster.speculation.protocol import DraftTask, LayerKeysValues
 from cluster.speculation.recompute import recompute_model
+from cluster.speculation.source import DraftSource
+
+
+def build_draft_model(source: DraftSource) -> ModelDrafter:
+    """The model in the source's folder as a drafter. Raises ModelLoadError if it can't be loaded or doesn't fit."""
+    loaded = load_target(source.folder, source.config.dtype, source.target.device)
+    source.check_vocabulary(loaded.vocab_size)
+    return ModelDrafter(loaded, source.sampler, source.max_drafts)
 
 
 class ModelDrafter:
@@ -41,7 +52,7 @@ class ModelDrafter:
     def attach(self, kv: KvTensors) -> None:
         self._paged = PagedModel(self.loaded, kv)
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         return draft_chains(tasks, self.shape, self._chooser, self)
 
     def begin(self, tasks: Sequence[DraftTask], drafting: Sequence[int]) -> Tensor:

@@ -6,12 +6,16 @@ H, in the slots from `end` on: scratch, which the next task of the request rewri
 prompt the last slot takes the prompt's next token, never a sampled one. Called by the step loop.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from cluster.core.batch_plan import DraftShape
+from cluster.core.drafts import Drafts
 from cluster.engine.attention import AttentionSpec, GatherSdpa, PagedAttention
 from cluster.engine.batch import PackedBatch, PagedRow, pack
 from cluster.engine.kv_tensors import KvLayout, KvTensors, LayerKv
@@ -21,6 +25,18 @@ from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead
 from cluster.speculation.protocol import DraftTask, LayerKeysValues
 from cluster.speculation.recompute import WHOLE_SEQUENCE, recomputed
+from cluster.speculation.source import DraftSource, different_vocabulary
+
+
+def build_eagle3(source: DraftSource) -> Eagle3Drafter:
+    """The head in the source's folder as a drafter. Raises ModelLoadError if it can't be loaded or doesn't fit."""
+    target = source.target
+    embedding = cast(Tensor, target.model.get_input_embeddings().weight)
+    head = Eagle3Head.load(source.folder, embedding, target.dtype, target.num_layers).to(target.device)
+    source.check_hidden("EAGLE3 head", head.config.target_hidden_size, head.aux_layer_ids)
+    if head.config.vocab_size != target.vocab_size:
+        raise different_vocabulary(f"it has {head.config.vocab_size} tokens, the target {target.vocab_size}")
+    return Eagle3Drafter(head, source.sampler, source.max_drafts)
 
 
 class Eagle3Drafter:
@@ -48,7 +64,7 @@ class Eagle3Drafter:
     def attach(self, kv: KvTensors) -> None:
         self._kv = kv
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         if self._kv is None:
             raise RuntimeError("no pool is attached")
         return draft_chains(tasks, self.shape, self._chooser, _HeadPasses(self, self._kv))
@@ -121,6 +137,8 @@ class _HeadPasses:
 
 
 def _states(task: DraftTask) -> Tensor:
-    if task.hidden is None or task.hidden.shape[0] != task.end - task.start:
+    """The target's states [end - start, n * H] of the slots to write."""
+    first, last = task.start - task.hidden_start, task.end - task.hidden_start
+    if task.hidden is None or first < 0 or last > task.hidden.shape[0]:
         raise ValueError(f"{task.request_id}: slots [{task.start}, {task.end}) need as many hidden states")
-    return task.hidden
+    return task.hidden[first:last]

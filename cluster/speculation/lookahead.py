@@ -6,9 +6,9 @@ measured at start-up too (`span_check`). Called by the factory, the engine and t
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
-from cluster.core.paired_cache import Coupling
+from cluster.core.handle import Coupling
 
 
 class SpeculationMethod(StrEnum):
@@ -20,28 +20,52 @@ class SpeculationMethod(StrEnum):
     EAGLE3 = "eagle3"
 
 
+class DraftFolder(Enum):
+    """Whether a method takes the folder of a draft. Where it is optional, the target's own folder holds a draft too."""
+
+    NEVER = auto()
+    OPTIONAL = auto()
+    REQUIRED = auto()
+
+
+class _PerLayer(Enum):
+    """A span that is the number of the draft's layers, since layer k looks one token further ahead than layer k-1."""
+
+    SPAN = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """`span` is None if the method has no draft KV, or if its span isn't established: never guess 0."""
 
     has_draft_kv: bool
-    span: int | None
+    span: int | _PerLayer | None
     reads_target_hidden: bool
+    folder: DraftFolder
 
 
 _TABLE = {
-    SpeculationMethod.NONE: _Row(has_draft_kv=False, span=None, reads_target_hidden=False),
-    SpeculationMethod.NGRAM: _Row(has_draft_kv=False, span=None, reads_target_hidden=False),
+    SpeculationMethod.NONE: _Row(False, None, False, DraftFolder.NEVER),
+    SpeculationMethod.NGRAM: _Row(False, None, False, DraftFolder.NEVER),
     # Unshifted input: slot i holds token i.
-    SpeculationMethod.DRAFT_MODEL: _Row(has_draft_kv=True, span=0, reads_target_hidden=False),
+    SpeculationMethod.DRAFT_MODEL: _Row(True, 0, False, DraftFolder.REQUIRED),
     # Pair slots: slot i holds (target hidden state i, token i+1).
-    SpeculationMethod.EAGLE3: _Row(has_draft_kv=True, span=1, reads_target_hidden=True),
+    SpeculationMethod.EAGLE3: _Row(True, 1, True, DraftFolder.REQUIRED),
 }
 
 
-def draft_kv_lookahead(method: SpeculationMethod) -> int | None:
-    """The span of the method's draft KV in tokens; None keeps the method off joint reuse."""
-    return _TABLE[method].span
+def draft_kv_lookahead(method: SpeculationMethod, layers: int | None = None) -> int | None:
+    """The span of the method's draft KV in tokens; None keeps the method off joint reuse.
+
+    `layers` of the draft must be given for a method whose span grows with them; otherwise its span isn't established.
+    """
+    span = _TABLE[method].span
+    return layers if isinstance(span, _PerLayer) else span
+
+
+def draft_folder(method: SpeculationMethod) -> DraftFolder:
+    """Whether the method takes the folder of a draft."""
+    return _TABLE[method].folder
 
 
 def has_draft_kv(method: SpeculationMethod) -> bool:
@@ -49,9 +73,9 @@ def has_draft_kv(method: SpeculationMethod) -> bool:
     return _TABLE[method].has_draft_kv
 
 
-def joint_reuse_eligible(method: SpeculationMethod) -> bool:
+def joint_reuse_eligible(method: SpeculationMethod, layers: int | None = None) -> bool:
     """Whether the draft's KV may be reused along with the target's: there are two pools and the span is known."""
-    return has_draft_kv(method) and draft_kv_lookahead(method) is not None
+    return has_draft_kv(method) and draft_kv_lookahead(method, layers) is not None
 
 
 def coupling_of(method: SpeculationMethod) -> Coupling:

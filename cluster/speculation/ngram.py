@@ -4,15 +4,19 @@ Keeps an index per request from n-grams to where they last ended. Invariant: the
 tokens, reused ones included, and never of how they were computed; it grows by what is new. No model, no KV.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from cluster.core.batch_plan import DraftShape
+from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.engine.kv_tensors import KvLayout, KvTensors
 from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead
 from cluster.speculation.protocol import DraftTask, LayerKeysValues
+from cluster.speculation.source import DraftSource
 
 
 @dataclass(slots=True)
@@ -41,6 +45,11 @@ class SuffixIndex:
         return ()
 
 
+def build_ngram(source: DraftSource) -> NgramDrafter:
+    """A drafter by prompt lookup, as configured."""
+    return NgramDrafter(source.max_drafts, source.config.ngram_min, source.config.ngram_max)
+
+
 class NgramDrafter:
     """`least` and `most` bound the length of the suffix that is looked up; `max_drafts` is K."""
 
@@ -56,14 +65,14 @@ class NgramDrafter:
     def attach(self, kv: KvTensors) -> None:
         raise TypeError("prompt lookup has no KV")
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
-        return [self._look_up(task) if task.k > 0 else () for task in tasks]
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
+        return [self._look_up(task) if task.k > 0 else NO_DRAFTS for task in tasks]
 
-    def _look_up(self, task: DraftTask) -> tuple[int, ...]:
+    def _look_up(self, task: DraftTask) -> Drafts:
         index = self._indexes.get(task.request_id)
         if index is None:
             index = self._indexes[task.request_id] = SuffixIndex(self._least, self._most)
-        return index.continuation(task.tokens, task.k)
+        return Drafts.chain(index.continuation(task.tokens, task.k))
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)

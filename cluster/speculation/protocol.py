@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.core.batch_plan import DraftShape
+from cluster.core.drafts import Drafts
 from cluster.core.sampling import SamplingParams
 from cluster.engine.kv_tensors import KvLayout, KvTensors
 from cluster.speculation.lookahead import SpeculationMethod
@@ -25,8 +26,8 @@ LayerKeysValues = tuple[Tensor, Tensor]
 class DraftTask:
     """One request's share of a drafting step: the slots [start, end) to write, and `k` tokens to draft after them.
 
-    Where drafts are wanted, end + span == len(tokens); a chunk of a prompt (k = 0) may end earlier. `params`, `seed`
-    and `num_prompt` are what the target samples with, so that a drafter can race with the same clocks.
+    Where drafts are wanted, end == shape.real_slots(len(tokens)); a chunk of a prompt (k = 0) may end earlier.
+    `params`, `seed` and `num_prompt` are what the target samples with, so that a drafter can race with the same clocks.
     """
 
     request_id: str
@@ -34,17 +35,25 @@ class DraftTask:
     """All known tokens, the newly sampled one included; the first `num_prompt` are the prompt."""
     start: int
     end: int
-    """end + span <= len(tokens), so that every input of these slots is real."""
+    """At most shape.real_slots(len(tokens)), so that every input of these slots is real."""
     k: int
     params: SamplingParams
     seed: int
     num_prompt: int
     block_table: Sequence[int] = ()
-    """Draft blocks for slots [0, end + k - 1)."""
+    """Draft blocks for slots [0, end + shape.scratch_for(k))."""
     held: int = 0
     """Slots below it lie in blocks that others read; they are not written."""
+    hidden_start: int = 0
     hidden: Tensor | None = None
-    """[end - start, n * H], the target's states at these positions, for drafters with `hidden_layers`."""
+    """[m, n * H], the target's states at positions [hidden_start, hidden_start + m), for drafters with `hidden_layers`.
+
+    They are all that this step computed: up to the last token but one (the target has yet to compute the newest), or
+    to the end of a chunk. `hidden_start` is `start`, or lies behind it where the span is above 1: then the drafter
+    keeps the states of positions from its last `end` on.
+    """
+    tenant: bytes = b""
+    """Salt of the tenant; what is remembered beyond a request stays within it."""
 
 
 class Drafter(Protocol):
@@ -68,8 +77,8 @@ class Drafter(Protocol):
     def attach(self, kv: KvTensors) -> None:
         """Use this pool from now on. Called once, before the first task, for drafters with a `kv_layout`."""
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
-        """At most `k` drafts for each task, in order; fewer at the draft's last position or where it sees no match."""
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
+        """At most `k` drafts for each task; fewer at the draft's last position or where it sees no match."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered about a request that ended or was preempted; unknown ids are fine."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from cluster.core.admission import Admission
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
 from cluster.core.draft_length import DraftLength
+from cluster.core.drafts import Drafts
 from cluster.core.handle import Coupling
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.sampling import SamplingParams
@@ -54,6 +55,8 @@ class OracleWorker:
         self.rng = rng
         self.guess = guess
         self.plans: list[StepPlan] = []
+        self.kept_states: dict[str, int] = {}
+        """From which position on a drafter that reads the target's states has them: a request's last draft slot."""
 
     def step(self, now: float = 0.0) -> StepPlan:
         """Plans one step and runs all of it."""
@@ -101,13 +104,15 @@ class OracleWorker:
         if row.draft_start is not None:
             end = row.draft_end(len(new))
             computed = end - row.draft_start
-            span = self.admission.shape.span or 0
-            assert not computed or end + span <= len(tokens)
-            assert not wanted or end + span == len(tokens)
-            if self.admission.shape.coupling is Coupling.JOINT:
-                assert row.start <= row.draft_start and end <= row.target_end, "hidden states that weren't computed"
+            shape = self.admission.shape
+            assert not computed or end <= shape.real_slots(len(tokens))
+            assert not wanted or end == shape.real_slots(len(tokens))
+            if shape.coupling is Coupling.JOINT:
+                kept = row.start if row.claim is not None else self.kept_states[request.request_id]
+                assert kept <= row.draft_start and end <= row.target_end, "hidden states that weren't computed"
+                self.kept_states[request.request_id] = end
             self.oracle.write(handle, "draft", row.draft_start, end, tokens)
-            self.oracle.write(handle, "draft", end, end + max(0, wanted - 1), ())
+            self.oracle.write(handle, "draft", end, end + shape.scratch_for(wanted), ())
         self.admission.complete(row, new, computed, self._draft(tokens, wanted))
         if len(request.output) >= request.sampling.max_tokens:
             self.admission.finish(request, FinishReason.LENGTH)
@@ -120,9 +125,9 @@ class OracleWorker:
                 return new
         return [*new, continuation(known + new)]
 
-    def _draft(self, tokens: list[int], count: int) -> tuple[int, ...]:
+    def _draft(self, tokens: list[int], count: int) -> Drafts:
         drafts: list[int] = []
         for _ in range(count):
             right = self.rng.random() < self.guess
             drafts.append(continuation(tokens + drafts) if right else self.rng.randrange(VOCABULARY))
-        return tuple(drafts)
+        return Drafts.chain(drafts)

@@ -101,21 +101,22 @@ class Sequenced:
 
     @property
     def end(self) -> int:
-        return len(self.tokens) - (self.drafter.shape.span or 0)
+        return self.drafter.shape.real_slots(len(self.tokens))
 
     def task(self, end: int | None = None, k: int = 0) -> DraftTask:
         """The slots from the cursor to `end` (default: all that are known), and the cursor moves there."""
         end = self.end if end is None else end
         hidden = states(self.drafter, self.tokens)
+        computed = None if hidden is None else hidden[self.cursor : max(end, len(self.tokens) - 1)]
         task = DraftTask(
             self.request_id, tuple(self.tokens), self.cursor, end, k, self.params, self.seed, self.prompt,
-            self.blocks, self.held, None if hidden is None else hidden[self.cursor : end],
+            self.blocks, self.held, self.cursor, computed,
         )  # fmt: skip
         self.cursor = end
         return task
 
     def propose(self, k: int = 3) -> tuple[int, ...]:
-        return self.drafter.propose([self.task(k=k)])[0]
+        return self.drafter.propose([self.task(k=k)])[0].tokens
 
 
 def expected_kv(drafter: Drafter, tokens: Sequence[int]) -> list[LayerKeysValues]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from cluster.core.drafts import NO_DRAFTS
 from cluster.core.sampling import SamplingParams
 from cluster.engine.config import EngineConfig
 from cluster.engine.sampler import Sampler, SampleRow
@@ -44,7 +45,7 @@ def test_chunks_of_any_size_write_what_one_pass_writes(method: SpeculationMethod
     tokens = list(prompts(1, 35, 60)[0])
     sequence = Sequenced(drafter, tokens, scattered_blocks(0))
     while sequence.cursor + chunk < sequence.end:
-        assert drafter.propose([sequence.task(end=sequence.cursor + chunk)]) == [()]
+        assert drafter.propose([sequence.task(end=sequence.cursor + chunk)]) == [NO_DRAFTS]
     drafts = sequence.propose()
     assert_slots_equal(kv, sequence.blocks, sequence.end, expected_kv(drafter, tokens))
     assert drafts == Sequenced(drafter, tokens, scattered_blocks(1)).propose()
@@ -70,7 +71,8 @@ def test_a_packed_batch_drafts_what_each_request_drafts_alone(method: Speculatio
     for sequence in together:
         assert_slots_equal(kv, sequence.blocks, sequence.end, expected_kv(drafter, sequence.tokens))
     pool_of(drafter)
-    assert packed == [sequence.propose(k) for sequence, k in zip(sequences(), wanted, strict=True)]
+    alone = [sequence.propose(k) for sequence, k in zip(sequences(), wanted, strict=True)]
+    assert [drafts.tokens for drafts in packed] == alone
     assert [len(drafts) for drafts in packed] == list(wanted)
 
 
@@ -157,7 +159,7 @@ def test_nothing_is_written_or_drafted_past_the_drafts_last_position(method: Spe
     drafter.shape = replace(drafter.shape, max_positions=20)
     sequence = Sequenced(drafter, tokens, scattered_blocks(0))
     before = kv.read(0, sequence.blocks, 60)[0]
-    assert drafter.propose([sequence.task(end=15)]) == [()]
+    assert drafter.propose([sequence.task(end=15)]) == [NO_DRAFTS]
     assert sequence.propose() == ()
     assert_slots_equal(kv, sequence.blocks, 20, expected_kv(drafter, tokens))
     assert torch.equal(kv.read(0, sequence.blocks, 60)[0][20:], before[20:])

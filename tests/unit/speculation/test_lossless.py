@@ -51,7 +51,7 @@ def speculate(params: SamplingParams, seeds: int, length: int, drafter: torch.Te
         for seed in going:
             tokens = (*PROMPT, *outputs[seed])
             tasks.append(DraftTask(str(seed), tokens, 0, len(tokens), k, params, seed, len(PROMPT)))
-        drafts = draft_chains(tasks, SHAPE, chooser, TableModel(drafter))
+        drafts = [chain.tokens for chain in draft_chains(tasks, SHAPE, chooser, TableModel(drafter))]
         rows, last = [], []
         for seed, draft in zip(going, drafts, strict=True):
             for j in range(len(draft) + 1):
@@ -126,7 +126,7 @@ def test_racing_with_the_targets_clocks_is_accepted_more_often_than_chance() -> 
     task = [DraftTask(str(seed), PROMPT, 0, 1, 1, params, seed, 1) for seed in range(seeds)]
     drafts = draft_chains(task, SHAPE, DraftChooser(SAMPLER), TableModel(NEAR))
     sampled = SAMPLER.sample(TARGET[[2] * seeds], [SampleRow(params, seed, 1) for seed in range(seeds)]).tokens
-    agreement = np.mean([draft[0] == token for draft, token in zip(drafts, sampled, strict=True)])
+    agreement = np.mean([draft.tokens[0] == token for draft, token in zip(drafts, sampled, strict=True)])
     p, q = (torch.softmax(table[2].double(), -1) for table in (TARGET, NEAR))
     distance = float((p - q).abs().sum()) / 2
     assert agreement >= (1 - distance) / (1 + distance) - 0.03

@@ -1,0 +1,73 @@
+"""What a drafter is built from, and the checks that every draft must pass against its target.
+
+Invariant: a draft whose token ids mean something else than the target's, or that reads states which the target hasn't
+got, is refused in one sentence. Read by the modes' `build` functions; made by the factory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.engine.config import EngineConfig
+from cluster.engine.model import LoadedModel
+from cluster.engine.sampler import Sampler
+from cluster.engine.tokenizer import Tokenizer
+from cluster.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """`folder` holds the draft: the one that was named, or the target's own for a method that finds its draft there.
+
+    `sampler` is the one that verifies: its vocabulary decides which tokens exist."""
+
+    folder: Path
+    config: EngineConfig
+    target: LoadedModel
+    sampler: Sampler
+
+    @property
+    def max_drafts(self) -> int:
+        """K, as configured."""
+        return self.config.num_speculative_tokens
+
+    def check_vocabulary(self, draft_size: int) -> None:
+        """Refuse a draft of `draft_size` token ids whose ids mean something else than the target's.
+
+        Sizes of the embeddings may differ by padding, so tokens are compared where both folders hold a tokenizer.
+        """
+        folders = (self.config.model, self.folder)
+        if not all((folder / "tokenizer.json").is_file() for folder in folders):
+            if self.target.vocab_size != draft_size:
+                raise different_vocabulary(f"it has {draft_size} tokens, the target {self.target.vocab_size}")
+            return
+        ours, theirs = (Tokenizer.load(folder).vocabulary() for folder in folders)
+        if ours != theirs:
+            token, token_id = min(ours.items() ^ theirs.items(), key=lambda entry: entry[1])
+            owner = "target" if ours.get(token) == token_id else "draft"
+            raise different_vocabulary(
+                f"it has {len(theirs)} tokens, the target {len(ours)}; "
+                f"token {token_id} is {token!r} in the {owner} only"
+            )
+        needed = max(ours.values()) + 1
+        if draft_size < needed:
+            raise different_vocabulary(f"its embedding has {draft_size} rows for {needed} tokens")
+
+    def check_hidden(self, what: str, hidden_size: int, layers: tuple[int, ...]) -> None:
+        """Refuse `what` ("EAGLE3 head") if it reads states of another size, or of `layers` that the target lacks."""
+        reads = [("hidden states of size", hidden_size, self.target.hidden_size, True)]
+        reads += [("layer", max(layers), self.target.num_layers, False)] if layers else []
+        for name, wanted, given, exact in reads:
+            if wanted > given or (exact and wanted != given):
+                raise ModelLoadError(
+                    f"The {what} in {self.folder} reads {name} {wanted}, but the target has {given}: "
+                    "use the one that was trained for this target."
+                )
+
+
+def different_vocabulary(how: str) -> ModelLoadError:
+    """The refusal of a draft that speaks in other tokens."""
+    return ModelLoadError(
+        f"The draft's vocabulary is not the target's ({how}): use a draft with the same tokenizer, or another method."
+    )

@@ -15,6 +15,7 @@ from cluster.cli.connection import cluster_status
 from cluster.cli.progress import Stages
 from cluster.cli.render import cluster_box
 from cluster.config import SpeculativeConfig, TandemConfig
+from cluster.speculation.lookahead import SpeculationMethod
 
 if TYPE_CHECKING:
     from actors.cluster import RunningCluster

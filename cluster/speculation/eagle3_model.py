@@ -1,8 +1,8 @@
 """The EAGLE3 head: one fused decoder layer that drafts from a target's hidden states.
 
 Owns: the head's arithmetic and its safetensors file. Invariant: module names equal the tensor names of the public
-"speculators" layout, so a state dict is a checkpoint. It holds no KV cache: attention is a function given by the
-caller, so the same code runs paged in `cluster.speculation.eagle3` and causal in `cluster.training.trainer`.
+"speculators" layout, so a state dict is a checkpoint. It is a `cluster.speculation.recurrent.HiddenHead`: paged when
+it serves, over whole sequences in `cluster.training`.
 
 Source: EAGLE-3 (Li et al., 2025) and its `cnets.py`. With t the tokens and H_i the target's concatenated aux states
 at position i, row i is fed E(t_{i+1}) and h_i = fc(H_i); a later draft step is fed the previous step's output in
@@ -11,7 +11,6 @@ place of h_i.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,11 +21,10 @@ from torch.nn.functional import embedding, rms_norm, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from cluster.engine.attention import AttentionPlan, AttentionSpec
+from cluster.engine.kv_tensors import KvLayout, LayerKv
 from cluster.errors import ModelLoadError
 from cluster.speculation.eagle3_config import Eagle3Config
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`attend(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads * d]`; q and k are rotated."""
 
 _WEIGHTS = "model.safetensors"
 _ALIASES = (("model.", ""), ("midlayer.", "layers.0."))
@@ -52,22 +50,43 @@ class Eagle3Head(nn.Module):
         self.register_buffer("target_embedding", target_embedding.detach(), persistent=False)
 
     @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
+    def kv_layout(self) -> KvLayout:
+        """One cache of the config's KV heads for each layer."""
+        layer = LayerKv(self.config.num_kv_heads, self.config.head_dim, self.config.head_dim)
+        return KvLayout((layer,) * self.config.num_layers, self.fc.weight.dtype)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
         """Indices into transformers' `hidden_states` (the embedding's output is 0) that `combine` expects, in order."""
         return self.config.aux_layer_ids
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the head can hold."""
+        return self.config.max_position_embeddings
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft vocabulary] the target's id of each draft id."""
+        return self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.device))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.fc.weight.device
 
     def combine(self, aux: Tensor) -> Tensor:
         """Projects target states [T, n_aux * H_target] to [T, H]; applied once per target position."""
         projected: Tensor = self.fc(aux)
         return projected
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """One draft step: `token_ids` [T], `hidden` [T, H], `positions` [T] -> feedback [T, H] (before the norm)."""
         embedded = embedding(token_ids, self.target_embedding).to(hidden.dtype)
         cos, sin = self.rotary(hidden, positions.unsqueeze(0))
         rotation = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
         for layer in self.layers:
-            hidden = layer(embedded, hidden, rotation, attend)
+            hidden = layer(embedded, hidden, rotation, plan)
         return hidden
 
     def logits(self, feedback: Tensor) -> Tensor:
@@ -139,7 +158,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = _Norm(config)
         self.mlp = _Mlp(config)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         residual = hidden
         if self.hidden_norm is None:
             entering = self.input_layernorm(hidden)
@@ -147,7 +166,7 @@ class _Layer(nn.Module):
             normed = self.hidden_norm(hidden)
             residual = normed if self._norm_before_residual else hidden
             entering = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        residual = residual + self.self_attn(entering, rotation, attend)
+        residual = residual + self.self_attn(entering, rotation, plan)
         output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return output
 
@@ -168,17 +187,19 @@ class _Attention(nn.Module):
     def __init__(self, config: Eagle3Config, width: int, index: int) -> None:
         super().__init__()
         self._index, self._head_dim = index, config.head_dim
+        self._spec = AttentionSpec(scale=config.head_dim**-0.5)
         self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, entering: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, entering: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         rows = (entering.shape[0], -1, self._head_dim)
         q = _rotate(self.q_proj(entering).view(rows), rotation)
         k = _rotate(self.k_proj(entering).view(rows), rotation)
-        attended = attend(self._index, q, k, self.v_proj(entering).view(rows))
-        output: Tensor = self.o_proj(attended)
+        v = self.v_proj(entering).view(rows)
+        attended = plan.run(self._index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self._spec)
+        output: Tensor = self.o_proj(attended.flatten(1))
         return output
 
 

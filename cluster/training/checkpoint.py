@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.optim import Optimizer
 
-from cluster.speculation.eagle3_model import Eagle3Head
+from cluster.training.ttt import TrainableHead
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -30,7 +30,7 @@ class TrainingState:
     loss: float | None = None
 
 
-def save_checkpoint(path: Path, head: Eagle3Head, optimizer: Optimizer, state: TrainingState) -> None:
+def save_checkpoint(path: Path, head: TrainableHead, optimizer: Optimizer, state: TrainingState) -> None:
     """Writes the state after `state.steps` steps."""
     tensors = {f"head.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()}
     for name, parameter in head.named_parameters():
@@ -41,7 +41,7 @@ def save_checkpoint(path: Path, head: Eagle3Head, optimizer: Optimizer, state: T
     os.replace(partial, path)
 
 
-def load_checkpoint(path: Path, head: Eagle3Head, optimizer: Optimizer) -> TrainingState:
+def load_checkpoint(path: Path, head: TrainableHead, optimizer: Optimizer) -> TrainingState:
     """Restores `head` and `optimizer` and returns how far they are; a fresh state if there is no checkpoint."""
     if not path.exists():
         return TrainingState()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.speculation.eagle3_model import Eagle3Head
+from cluster.speculation.recurrent import HiddenHead
 from cluster.training.capture import CapturedSamples
 from cluster.training.ttt import TttBatch, ttt_steps
 
@@ -30,7 +30,7 @@ class Acceptance:
 
 
 @torch.no_grad()
-def measure_acceptance(head: Eagle3Head, held_out: CapturedSamples, steps: int) -> Acceptance:
+def measure_acceptance(head: HiddenHead, held_out: CapturedSamples, steps: int) -> Acceptance:
     """Acceptance of `head` with chains of `steps` drafts over the answers in `held_out`."""
     tokens, target_steps = 0, 0
     reached, right = torch.zeros(steps), torch.zeros(steps)
@@ -49,12 +49,13 @@ def measure_acceptance(head: Eagle3Head, held_out: CapturedSamples, steps: int) 
 
 
 def _walks(
-    head: Eagle3Head, held_out: CapturedSamples, steps: int
+    head: HiddenHead, held_out: CapturedSamples, steps: int
 ) -> Iterator[tuple[Tensor, Sequence[tuple[int, int]]]]:
     """For groups of samples: accepted drafts [B, n] of a chain that drafts position p first, and the answers' bounds.
 
     The answer's first token comes from the prefill, so the bounds begin one behind it.
     """
+    target_ids = head.target_ids
     order = sorted(range(len(held_out)), key=lambda i: held_out.lengths[i])
     for start in range(0, len(order), _ROWS):
         samples = [held_out[i] for i in order[start : start + _ROWS]]
@@ -63,7 +64,9 @@ def _walks(
         alive = torch.ones(rows, width, dtype=torch.bool)
         accepted = torch.zeros(rows, width + 2 + steps, dtype=torch.int64)
         for step, feedback in enumerate(ttt_steps(head, batch, steps)):
-            drafted = head.to_target_ids(head.logits(feedback).argmax(-1))
+            drafted = head.logits(feedback).argmax(-1)
+            if target_ids is not None:
+                drafted = target_ids[drafted]
             hit = drafted == batch.labels
             # Row i of step k ends a chain whose first draft was for position i - k + 2.
             moved = torch.zeros_like(alive)

@@ -1,4 +1,4 @@
-"""The training loop of an EAGLE3 head over captured samples.
+"""The training loop of a head over captured samples.
 
 Owns: the loss, the optimizer and the rhythm of steps, checkpoints and held-out measurements. Invariant: a training
 that was stopped and resumed takes the same steps as one that was not. Called by `cluster.training.train`.
@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.nn.utils import clip_grad_norm_
 
-from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.training.capture import CapturedSamples
 from cluster.training.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from cluster.training.evaluate import Acceptance, measure_acceptance
 from cluster.training.options import TrainDraftOptions
 from cluster.training.schedule import batches, learning_rate
-from cluster.training.ttt import TttBatch, ttt_steps
+from cluster.training.ttt import TrainableHead, TttBatch, ttt_steps
 
 _STEP_DECAY = 0.8
 _CLIP = 1.0
@@ -40,7 +39,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: TrainableHead,
         data: CapturedSamples,
         held_out: CapturedSamples | None,
         output_embedding: Tensor,
@@ -49,7 +48,10 @@ class Trainer:
     ) -> None:
         self._head, self._data, self._held_out = head, data, held_out
         self._options, self._dtype = options, dtype
-        self._label_rows = output_embedding[head.t2d].to(dtype)
+        ids = head.target_ids
+        self._label_rows = (output_embedding if ids is None else output_embedding[ids]).to(dtype)
+        self._drafted = torch.zeros(len(output_embedding), dtype=torch.bool)
+        self._drafted[slice(None) if ids is None else ids] = True
         self._optimizer = torch.optim.AdamW(
             head.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
@@ -107,14 +109,14 @@ class Trainer:
     @torch.no_grad()
     def _labels(self, batch: TttBatch) -> tuple[Tensor, Tensor]:
         """Rows to learn from [B, T], and for each the target's distribution over the draft vocabulary."""
-        learned = batch.learned & self._head.t2d[batch.labels]
+        learned = batch.learned & self._drafted[batch.labels]
         scores = linear(batch.label_states[learned].to(self._dtype), self._label_rows)
         return learned, (scores.float() / self._options.temperature).softmax(-1)
 
     def _measure(self, state: TrainingState) -> Acceptance | None:
         if self._held_out is None:
             return None
-        self._head.eval()
+        self._head.train(False)
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
             acceptance = measure_acceptance(self._head, self._held_out, self._options.ttt_steps)
         self._head.train()

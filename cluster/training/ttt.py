@@ -11,15 +11,31 @@ in 1..k, the step-s key of position i - k + s (the drafts that lead up to it).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cluster.speculation.eagle3_model import Eagle3Head
+from cluster.engine.attention import AttentionSpec
+from cluster.speculation.recurrent import HiddenHead
 from cluster.training.capture import CapturedSample
+
+
+class TrainableHead(HiddenHead, Protocol):
+    """A head whose weights can be trained and kept: any torch module that is a `HiddenHead`."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
+
+    def train(self, mode: bool = True) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -57,22 +73,22 @@ class TttBatch:
         )
 
 
-def ttt_steps(head: Eagle3Head, batch: TttBatch, steps: int) -> Iterator[Tensor]:
+def ttt_steps(head: HiddenHead, batch: TttBatch, steps: int) -> Iterator[Tensor]:
     """Yields the feedback [B, T, H] of each draft step; rows i < k of step k belong to no chain and mean nothing."""
     rows, width = batch.next_tokens.shape
-    attention = _TttAttention(rows, width)
-    hidden = head.combine(batch.aux.to(head.fc.weight.dtype))
+    plan = _TttPlan(rows, width)
+    hidden = head.combine(batch.aux.flatten(0, 1).to(head.kv_layout.dtype))
+    token_ids = batch.next_tokens.reshape(-1)
     positions = torch.arange(width).repeat(rows)
     for _ in range(steps):
-        feedback = head(batch.next_tokens.reshape(-1), hidden.reshape(rows * width, -1), positions, attention)
-        feedback = feedback.view(rows, width, -1)
+        feedback = head.forward(token_ids, hidden, positions, plan).view(rows, width, -1)
         yield feedback
-        hidden = pad(feedback[:, :-1], (0, 0, 1, 0))
-        attention.next_step()
+        hidden = pad(feedback[:, :-1], (0, 0, 1, 0)).flatten(0, 1)
+        plan.next_step()
 
 
-class _TttAttention:
-    """Attention of the running step over the keys of all steps so far, for heads of any number of layers."""
+class _TttPlan:
+    """An `AttentionPlan` of the running step over the keys of all steps so far, for heads of any number of layers."""
 
     def __init__(self, rows: int, width: int) -> None:
         self._rows, self._width, self._step = rows, width, 0
@@ -83,9 +99,9 @@ class _TttAttention:
         self._step += 1
         self._mask = self._visible()
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         shape = (self._rows, self._width)
-        q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.reshape(x.shape[0], *shape, -1).transpose(0, 1) for x in (query, key, value))
         written = self._keys.setdefault(layer, [])
         written.append((k, v))
         keys = torch.cat([pair[0] for pair in written], dim=2)
@@ -93,8 +109,9 @@ class _TttAttention:
         # Query heads that share a KV head become more query rows of it.
         groups = q.shape[1] // k.shape[1]
         folded = q.reshape(self._rows, k.shape[1], groups * self._width, q.shape[-1])
-        out = scaled_dot_product_attention(folded, keys, values, attn_mask=self._mask.repeat(groups, 1))
-        return out.view(q.shape).transpose(1, 2).reshape(self._rows * self._width, -1)
+        mask = self._mask.repeat(groups, 1)
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=spec.scale)
+        return out.view(*q.shape[:3], -1).transpose(1, 2).flatten(0, 1)
 
     def _visible(self) -> Tensor:
         """[T, (step + 1) * T], the keys of the steps one after the other."""

@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from cluster.core.drafts import NO_DRAFTS
@@ -16,6 +15,7 @@ from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.speculation.factory import load_drafter
 from cluster.speculation.lookahead import SpeculationMethod
 from tests.fixtures.prompts import TINY_DRAFT, TINY_EAGLE3, TINY_TARGET
+from tests.support.plain_attention import WholeSequence
 from tests.unit.speculation.drafting import (
     BLOCK_SIZE,
     GREEDY,
@@ -202,11 +202,6 @@ def test_an_eagle3_head_feeds_its_own_output_back() -> None:
     """The chain equals one written out without paging: real pairs, then pairs of (last output, last draft)."""
     drafter = new_drafter(SpeculationMethod.EAGLE3, drafts=4)
     head = Eagle3Head.load(TINY_EAGLE3, target().model.get_input_embeddings().weight, torch.float32)
-
-    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
-
     for i, ids in enumerate(prompts(5, 20, 60)):
         aux = states(drafter, ids)
         assert aux is not None
@@ -214,7 +209,7 @@ def test_an_eagle3_head_feeds_its_own_output_back() -> None:
         with torch.inference_mode():
             hidden = head.combine(aux[:-1])
             for _ in range(4):
-                output = head(torch.tensor(known[1:]), hidden, torch.arange(len(known) - 1), attend)
+                output = head(torch.tensor(known[1:]), hidden, torch.arange(len(known) - 1), WholeSequence())
                 logits = torch.full((1, 2048), -torch.inf)
                 logits[:, head.to_target_ids(torch.arange(head.config.draft_vocab_size))] = head.logits(output[-1:])
                 known.append(drawn(logits, len(known)))

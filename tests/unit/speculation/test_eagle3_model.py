@@ -12,6 +12,7 @@ from torch import Tensor
 from cluster.errors import ModelLoadError
 from cluster.speculation.eagle3_config import Eagle3Config, default_aux_layer_ids
 from cluster.speculation.eagle3_model import Eagle3Head
+from tests.support.plain_attention import WholeSequence
 
 CONFIG = Eagle3Config(
     hidden_size=32,
@@ -39,12 +40,6 @@ DOCUMENT = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
 }
-
-
-def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads_first = (x.transpose(0, 1) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-    return out.transpose(0, 1).flatten(1)
 
 
 def embedding() -> Tensor:
@@ -112,7 +107,7 @@ def test_forward_is_the_formula(tmp_path: Path, before_residual: bool) -> None:
     tensors = write(random_head(), tmp_path, DOCUMENT | {"norm_before_residual": before_residual})
     head = Eagle3Head.load(tmp_path, embedding(), torch.float32)
     tokens, aux = [5, 3, 59, 5, 0], torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
-    feedback = head(torch.tensor(tokens), head.combine(aux), torch.arange(5), causal)
+    feedback = head(torch.tensor(tokens), head.combine(aux), torch.arange(5), WholeSequence())
     torch.testing.assert_close(feedback, plain_forward(tensors, tokens, aux, before_residual), rtol=1e-4, atol=1e-5)
     normed = torch.nn.functional.rms_norm(feedback, (32,), tensors["norm.weight"], 1e-5)
     torch.testing.assert_close(head.logits(feedback), normed @ tensors["lm_head.weight"].T)
@@ -122,7 +117,7 @@ def test_draft_ids_are_offsets_into_the_targets_vocabulary(tmp_path: Path) -> No
     write(random_head(), tmp_path)
     head = Eagle3Head.load(tmp_path, embedding(), torch.float32)
     assert head.to_target_ids(torch.tensor([[0, 1], [7, 19]])).tolist() == [[0, 3], [21, 57]]
-    assert head.aux_layer_ids == (1, 2, 3)
+    assert head.hidden_layers == (1, 2, 3)
 
 
 def test_official_layout_loads_the_same(tmp_path: Path) -> None:
@@ -136,11 +131,12 @@ def test_official_layout_loads_the_same(tmp_path: Path) -> None:
     save_file({k.replace("layers.0.", "midlayer."): v for k, v in tensors.items()}, official / "model.safetensors")
     ours = Eagle3Head.load(tmp_path / "speculators", embedding(), torch.float32)
     theirs = Eagle3Head.load(official, embedding(), torch.float32, target_layers=12)
-    assert theirs.aux_layer_ids == (2, 6, 9)
+    assert theirs.hidden_layers == (2, 6, 9)
     aux = torch.randn(3, 96)
     rows = torch.tensor([1, 2, 3]), torch.arange(3)
     assert torch.equal(
-        ours(rows[0], ours.combine(aux), rows[1], causal), theirs(rows[0], theirs.combine(aux), rows[1], causal)
+        ours(rows[0], ours.combine(aux), rows[1], WholeSequence()),
+        theirs(rows[0], theirs.combine(aux), rows[1], WholeSequence()),
     )
 
 

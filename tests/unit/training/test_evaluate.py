@@ -1,8 +1,6 @@
 """The measured acceptance is what a step-by-step chain of drafts would get."""
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 from cluster.speculation.eagle3_model import Eagle3Head
@@ -10,14 +8,10 @@ from cluster.training.capture import CapturedSample, CapturedSamples
 from cluster.training.evaluate import measure_acceptance
 from cluster.training.head_init import head_config, new_head
 from cluster.training.ttt import TttBatch, ttt_steps
+from tests.support.plain_attention import WholeSequence
 from tests.unit.training.conftest import AUX_LAYERS
 
 DRAFTS = 3
-
-
-def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads_first = (x.transpose(0, 1) for x in (q, k, v))
-    return scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
 
 
 def half_trained(target: LlamaForCausalLM, captured: CapturedSamples) -> Eagle3Head:
@@ -41,7 +35,7 @@ def draft(head: Eagle3Head, sample: CapturedSample, known: int) -> list[int]:
     hidden, tokens = head.combine(sample.aux[: known - 1]), sample.tokens[1:known].tolist()
     drafts: list[int] = []
     for _ in range(DRAFTS):
-        out = head(torch.tensor(tokens), hidden, torch.arange(len(tokens)), causal)
+        out = head(torch.tensor(tokens), hidden, torch.arange(len(tokens)), WholeSequence())
         drafts.append(int(head.to_target_ids(head.logits(out[-1:]).argmax(-1))))
         hidden, tokens = torch.cat([hidden, out[-1:]]), [*tokens, drafts[-1]]
     return drafts

@@ -96,7 +96,7 @@ def test_the_exported_head_loads_and_drafts_the_same(
     losses_of(training)
     export_head(head, work.parent, target.config, 3, torch.float32)
     loaded = Eagle3Head.load(work.parent, target.get_input_embeddings().weight, torch.float32)
-    assert loaded.aux_layer_ids == AUX_LAYERS
+    assert loaded.hidden_layers == AUX_LAYERS
     assert measure_acceptance(loaded, captured, 3) == measure_acceptance(head, captured, 3)
     ids = loaded.to_target_ids(torch.arange(32))
     assert loaded.t2d.nonzero().flatten().tolist() == ids.tolist()

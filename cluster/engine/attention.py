@@ -7,6 +7,8 @@ Heads that are no transformers model (an EAGLE3 draft) call `plan.run` directly.
 Owns `GatherSdpa`, the reference backend: write the new KV to its slots, gather each row's blocks,
 scaled_dot_product_attention. Short rows (decodes, with their drafts) of similar context run as one padded group; long
 rows (prefill chunks) run one by one. All index tensors and masks are made once a step and shared by the layers.
+A row's tokens may also be alternatives that don't see each other (a tree of drafts, with RoPE positions by depth): its
+layout then replaces the causal mask over its last slots.
 Invariant: a row reads only blocks of its own block table; where a group is padded, the row's own first block is read
 and masked.
 """
@@ -24,6 +26,7 @@ from transformers import AttentionInterface
 
 from cluster.engine.batch import PackedBatch, RowExtent
 from cluster.engine.kv_tensors import KvTensors
+from cluster.engine.visibility import hidden_slots
 
 TANDEM_PAGED = "tandem_paged"
 
@@ -133,6 +136,7 @@ class _Group:
         self._device = kv.device
         self._workspace = workspace
         self._length = rows[0].length
+        self._ordinary = all(row.layout is None for row in rows)
         first, last = rows[0].offset, rows[-1].offset + self._length
         self.whole = first == 0 and last - first == len(rows) * self._length
         self.queries = self._select(first, last)
@@ -165,16 +169,10 @@ class _Group:
 
     def _mask(self, read: _Read, window: int | None, repeat: int, dtype: torch.dtype) -> Tensor | None:
         """Additive mask `[rows, 1, repeat * length, read.length]`, or None if every query sees all that is read."""
-        if self._length == 1 and read.exact:
+        if self._length == 1 and read.exact and self._ordinary:
             return None
         if (window, repeat) not in self._masks:
-            at = torch.tensor([row.start for row in self._rows], device=self._device)[:, None, None]
-            at = at + torch.arange(self._length, device=self._device)[:, None]
-            seen = torch.tensor(read.starts, device=self._device)[:, None, None]
-            seen = seen + torch.arange(read.length, device=self._device)
-            hidden = seen > at
-            if window is not None:
-                hidden |= seen <= at - window
+            hidden = hidden_slots(self._rows, read.starts, read.length, window, self._device)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, float("-inf"))
             self._masks[window, repeat] = mask.repeat(1, repeat, 1)[:, None]
         return self._masks[window, repeat]
@@ -198,7 +196,7 @@ class _Read:
 
     @classmethod
     def of(cls, rows: Sequence[RowExtent], window: int | None, size: int, device: torch.device) -> _Read:
-        firsts = [0 if window is None else max(0, row.start - window + 1) for row in rows]
+        firsts = [row.first_seen(window) for row in rows]
         if len(rows) == 1:
             return cls._single(rows[0], firsts[0], size, device)
         tables = [row.blocks[first // size :] for row, first in zip(rows, firsts, strict=True)]

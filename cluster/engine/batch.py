@@ -1,8 +1,9 @@
 """Packing of rows of different lengths into one 1xT forward.
 
-A row is a run of consecutive tokens of one sequence. `pack` decides the slot every token's KV is written to:
-positions below the row's `held` already have their KV in a block that other requests may share, so they go to the
-trash slot. Reading is not affected by `held`. Called by the engine (target rows) and by the drafters (draft rows).
+A row is a run of tokens of one sequence in consecutive slots: the tokens that come next, or alternatives of what may
+come next, which share RoPE positions and don't see each other. `pack` decides the slot every token's KV is written to:
+slots below the row's `held` already have their KV in a block that other requests may share, so KV that is computed anew
+goes to the trash slot. Reading is not affected by `held`. Called by the engine (target rows) and by the drafters.
 """
 
 from __future__ import annotations
@@ -18,26 +19,68 @@ from cluster.engine.kv_tensors import KvTensors
 
 @dataclass(frozen=True, slots=True)
 class PagedRow:
-    """`tokens` of one sequence at positions `start ..`; `block_table` covers positions `0 .. start + len(tokens)`."""
+    """`tokens` of one sequence in slots `start ..`; `block_table` covers slots `0 .. start + len(tokens)`.
+
+    visible: bool [tokens, w], which of the row's last w slots, its own being the very last, each token sees; they all
+    see what lies before these w. None: each token sees itself and all before it.
+    positions: RoPE positions of those w slots (of the tokens alone without `visible`), in which sliding windows are
+    measured too. None: a slot's number is its position.
+    """
 
     tokens: Sequence[int]
     start: int
     block_table: Sequence[int]
     held: int = 0
+    positions: Sequence[int] | None = None
+    visible: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which of a row's last w slots its tokens see (`visible`, bool [tokens, w]), and the RoPE positions of these."""
+
+    visible: Tensor
+    positions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: PagedRow) -> Layout | None:
+        """None for the ordinary row. Raises ValueError if its mask and positions don't fit its tokens."""
+        if row.visible is None and row.positions is None:
+            return None
+        count, end = len(row.tokens), row.start + len(row.tokens)
+        visible = torch.ones(count, count, dtype=torch.bool).tril() if row.visible is None else row.visible
+        width = visible.shape[1]
+        positions = tuple(range(end - width, end) if row.positions is None else row.positions)
+        if visible.shape[0] != count or not count <= width <= end or len(positions) != width:
+            raise ValueError(f"{count} tokens up to slot {end} have {len(positions)} positions, mask {visible.shape}")
+        return cls(visible, positions)
 
 
 @dataclass(frozen=True, slots=True)
 class RowExtent:
-    """Where a row lies in the packed batch (`offset`, `length`) and what it attends to (`start + length` positions)."""
+    """Where a row lies in the packed batch (`offset`, `length`) and what it attends to (`start + length` slots).
+
+    `layout` is None for the ordinary row, whose tokens see all before them.
+    """
 
     offset: int
     length: int
     start: int
     blocks: tuple[int, ...]
+    layout: Layout | None = None
 
     @property
     def context(self) -> int:
         return self.start + self.length
+
+    def first_seen(self, window: int | None) -> int:
+        """The first slot to read, where a token sees so many positions."""
+        if window is None:
+            return 0
+        if self.layout is None:
+            return max(0, self.start - window + 1)
+        positions = self.layout.positions
+        return max(0, min(min(positions[-self.length :]) - window + 1, self.context - len(positions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +107,10 @@ def pack(rows: Sequence[PagedRow], kv: KvTensors) -> PackedBatch:
     for row in rows:
         end = row.start + len(row.tokens)
         table = tuple(row.block_table[: -(-end // size)])
-        extents.append(RowExtent(len(ids), len(row.tokens), row.start, table))
+        layout = Layout.of(row)
+        extents.append(RowExtent(len(ids), len(row.tokens), row.start, table, layout))
         ids.extend(row.tokens)
-        positions.extend(range(row.start, end))
+        positions.extend(range(row.start, end) if layout is None else layout.positions[-len(row.tokens) :])
         written_from = min(max(row.start, row.held), end)
         slots.extend([kv.trash_slot] * (written_from - row.start))
         slots.extend(table[p // size] * size + p % size for p in range(written_from, end))

@@ -30,6 +30,7 @@ from cluster.engine.model_folder import read_config, weight_files
 from cluster.gateway.auth import digest_of
 from cluster.gateway.dispatcher import ClusterState
 from cluster.routing.types import WorkerInfo
+from cluster.speculation.draft_folder import read_draft_config, weight_files_of
 
 _OWN_TENANT = ""  # which no configured tenant can be called
 
@@ -129,10 +130,11 @@ def _start(
 def _check(config: TandemConfig) -> None:
     """Finds what can be found without starting anything."""
     engine = config.to_engine_config()
-    for folder in (engine.model, engine.draft):
-        if folder is not None:
-            read_config(folder)
-            weight_files(folder)
+    read_config(engine.model)
+    weight_files(engine.model)
+    if engine.draft is not None:
+        read_draft_config(engine.draft)
+        weight_files_of(engine.draft, engine.allow_pickle)
     host, port = config.cluster.host, config.cluster.port
     try:
         with socket.create_server((host, port)):

@@ -66,6 +66,8 @@ class SpeculativeConfig(BaseModel):
     """ngram: shortest suffix that is looked up."""
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
     """ngram: longest suffix that is looked up."""
+    allow_pickle: bool = False
+    """Read a draft's pickled weights (*.bin) where it has no safetensors; tensors only, no code."""
 
     @model_validator(mode="after")
     def _agree(self) -> "SpeculativeConfig":
@@ -190,6 +192,7 @@ class TandemConfig(BaseSettings):
             num_speculative_tokens=speculative.num_speculative_tokens,
             ngram_min=speculative.prompt_lookup_min,
             ngram_max=speculative.prompt_lookup_max,
+            allow_pickle=speculative.allow_pickle,
             dtype=engine.dtype,
             block_size=engine.block_size,
             draft_block_size=engine.draft_block_size,

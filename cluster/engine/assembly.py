@@ -17,12 +17,12 @@ from cluster.engine.audit import KvAuditor
 from cluster.engine.config import EngineConfig
 from cluster.engine.kv_tensors import KvLayout, KvTensors
 from cluster.engine.model import LoadedModel, load_target
-from cluster.engine.model_folder import fingerprint, read_config, weight_files
 from cluster.engine.runner import PagedModel
 from cluster.engine.sampler import Sampler
 from cluster.engine.step import StepRunner
 from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ConfigError
+from cluster.speculation.draft_folder import draft_fingerprint
 from cluster.speculation.factory import load_drafter
 from cluster.speculation.protocol import Drafter
 
@@ -90,9 +90,9 @@ def _allocate_pools(config: EngineConfig, target: LoadedModel, drafter: Drafter 
 
 def _pair(config: EngineConfig, target: LoadedModel, drafter: Drafter | None, kv: dict[str, KvTensors]) -> PairedCache:
     target_spec = _spec("target", kv["target"], target.fingerprint, span=0)
-    if drafter is None or config.draft is None or "draft" not in kv:
+    if drafter is None or "draft" not in kv:
         return PairedCache(target_spec)
-    identity = fingerprint(read_config(config.draft), weight_files(config.draft))
+    identity = draft_fingerprint(config.draft or config.model, config.allow_pickle)
     draft_spec = _spec("draft", kv["draft"], identity, drafter.shape.span or 0)
     return PairedCache(target_spec, draft_spec, drafter.shape.coupling)
 

@@ -14,7 +14,7 @@ class EngineConfig:
 
     `kv_bytes` is the one budget that the target's and the draft's pool share. `chunk` bounds the prompt tokens a
     request computes in one step (None: only `token_budget` bounds them). `max_len` bounds prompt plus output; None
-    means the model's own limit.
+    means the model's own limit. `allow_pickle` lets a draft's pickled weights be read, by torch's unpickler of tensors.
     """
 
     model: Path
@@ -34,6 +34,7 @@ class EngineConfig:
     audit: bool = False
     ngram_min: int = 2
     ngram_max: int = 4
+    allow_pickle: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:

@@ -102,15 +102,17 @@ def test_only_the_command_line_reaches_into_actors(trees: dict[Path, ast.Module]
 
 
 def test_nothing_is_unpickled_or_evaluated(trees: dict[Path, ast.Module]) -> None:
+    """But for a draft's pickled weights, which torch's unpickler of tensors reads where the operator allows it."""
+    tensors_only = "torch.load(file.path, map_location='cpu', weights_only=True, mmap=True)"
     calls = {
-        f"{path.relative_to(ROOT)}:{node.lineno} {called}"
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
         for path, tree in trees.items()
         if not is_test(path)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and (called := ast.unparse(node.func)) in ("eval", "exec", "torch.load", "pickle.load", "pickle.loads")
+        and ast.unparse(node.func) in ("eval", "exec", "torch.load", "pickle.load", "pickle.loads")
     }
-    assert not calls
+    assert calls == {f"cluster/speculation/draft_tensors.py: {tensors_only}"}
 
 
 def test_the_proto_folder_holds_no_python() -> None:

@@ -92,12 +92,11 @@ class PrefixMap:
 
     def depths(self, keys: Sequence[bytes]) -> dict[str, Depth]:
         """How deep each worker holds the chain, in blocks; workers that hold nothing of it are left out."""
-        found: dict[int, int] = {}
-        for bits, depth in self._runs(keys):
-            for bit in _bits(bits):
-                found[bit] = depth
-        slots = {bit >> 1 for bit in found}
-        return {self._names[slot]: Depth(found.get(2 * slot, 0), found.get(2 * slot + 1, 0)) for slot in slots}
+        ends = self._ends(keys)
+        return {
+            self._names[slot]: Depth(ends.get(2 * slot, 0), ends.get(2 * slot + 1, 0))
+            for slot in {bit >> 1 for bit in ends}
+        }
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Marks a chain as just used. Free of charge while the map is less than half full: nothing is about to be
@@ -133,28 +132,32 @@ class PrefixMap:
 
     # ---------------------------------------------------------------- inside
 
-    def _runs(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """(holder bits, depth): those bits hold exactly the first `depth` blocks. Every bit comes up once."""
+    def _ends(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """Holder bit -> how many leading blocks of the chain it holds, for every bit that holds any.
+
+        With hundreds of holders at different depths this loop is the cost of a placement, so it calls nothing.
+        """
+        ends: dict[int, int] = {}
         if not keys:
-            return
-        last = len(keys) - 1
-        first, final = self._held(keys[0]), self._held(keys[last])
-        yield final & first, last + 1
-        # Each stretch: `bits` hold the block at `low` and not the one at `high`.
-        stretches = [(0, last, first & ~final)]
+            return ends
+        held, last = self._holders.get, len(keys) - 1
+        first = held(_short(keys[0]), 0) & self._live
+        to_the_end = held(_short(keys[last]), 0) & first
+        # Each stretch: `bits` hold the block at `low` and not the one at `high`; the last block holds the one after it.
+        stretches = [(last, last + 1, to_the_end), (0, last, first ^ to_the_end)]
         while stretches:
             low, high, bits = stretches.pop()
-            if not bits:
-                continue
-            if high - low <= 1:
-                yield bits, low + 1
-                continue
-            middle = (low + high) // 2
-            here = self._held(keys[middle]) & bits
-            stretches += (low, middle, bits & ~here), (middle, high, here)
-
-    def _held(self, key: bytes) -> int:
-        return self._holders.get(_short(key), 0) & self._live
+            while bits and high - low > 1:
+                middle = (low + high) >> 1
+                deeper = held(int.from_bytes(keys[middle][:8], "little"), 0) & bits
+                if deeper:
+                    stretches.append((middle, high, deeper))
+                high, bits = middle, bits ^ deeper
+            while bits:
+                bit = bits.bit_length() - 1
+                ends[bit] = low + 1
+                bits ^= 1 << bit
+        return ends
 
     def _set(self, short: int, shift: int, bits: int) -> None:
         before = self._holders.pop(short, 0)

@@ -220,7 +220,7 @@ class Admission:
         if row.claim is not None and request.first_frontier is None:
             request.first_frontier = row.claim.frontier
         if new_tokens:
-            request.acceptance.observe(row.num_drafts, len(new_tokens) - 1, MEMORY)
+            request.acceptance.observe(row.drafts.depth, len(new_tokens) - 1, MEMORY)
         self.cache.append(handle, new_tokens)
         request.output += new_tokens
         request.drafts = next_drafts

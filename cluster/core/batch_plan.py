@@ -18,9 +18,10 @@ from cluster.core.request import Request
 class DraftShape:
     """What planning must know of a drafter.
 
-    `span`: its KV's lookahead in tokens; None for a drafter without KV. `max_draft_tokens`: K, the most drafts of a
-    step. `max_positions`: tokens that the draft model can attend to, None if unlimited. `scratch`: draft slots beyond
-    those with real inputs that a drafting pass writes; None for one fewer than drafts, as a chain needs."""
+    `span`: its KV's lookahead in tokens; None for a drafter without KV. `max_draft_tokens`: K, the length of the
+    longest chain, or the depth of the deepest tree. `max_positions`: tokens that the draft model can attend to, None if
+    unlimited. `scratch`: draft slots beyond those with real inputs that a drafting pass writes; None for one fewer than
+    drafts, as a chain needs."""
 
     coupling: Coupling
     span: int | None
@@ -41,7 +42,8 @@ class DraftShape:
         return drafts - 1 if self.scratch is None else self.scratch
 
     def drafts_for(self, known: int, wanted: int) -> int:
-        """How many of the wanted drafts can follow `known` tokens: at most K, none past the draft's last position."""
+        """How deep of the wanted depth drafts can follow `known` tokens: at most K, not past the draft's last
+        position."""
         room = wanted if self.max_positions is None else self.max_positions - known
         return max(0, min(wanted, self.max_draft_tokens, room))
 
@@ -73,13 +75,14 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """One request's share of a step. The target computes positions [start, start + len(tokens)).
+    """One request's share of a step. The target computes slots [start, start + len(tokens)).
 
     known: tokens of the request that were known when the step was planned.
-    tokens: the `num_known` known tokens from `start` on, then the tokens of `drafts`, to be verified.
+    tokens: the `num_known` known tokens from `start` on, then the tokens of `drafts`, to be verified. Each has a slot
+    of its own, in this order; the position of a draft is given by its depth.
     draft_start: first draft slot whose KV isn't computed; None if the request uses no draft pool.
     draft_limit: draft slots with real inputs end here at the latest, whatever is accepted.
-    next_drafts: the most drafts to propose after this step; slots for them are reserved.
+    next_drafts: how deep to draft after this step at most; slots for that are reserved.
     room: tokens that the request may still get, from `known` on.
     claim: what was claimed for it in this very plan; None if it was running before.
     """
@@ -104,8 +107,8 @@ class RowPlan:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the row reaches the last known token, and so yields 1 to `num_drafts` + 1 new tokens. Otherwise it
-        is a chunk of a prompt (or of prompt and output, after a preemption) and yields none."""
+        """Whether the row reaches the last known token, and so yields one new token more than drafts are accepted.
+        Otherwise it is a chunk of a prompt (or of prompt and output, after a preemption) and yields none."""
         return self.start + self.num_known == self.known
 
     def draft_end(self, num_new: int) -> int:
@@ -115,8 +118,8 @@ class RowPlan:
         return max(self.draft_start, min(self.draft_limit, self.shape.real_slots(self.known + num_new)))
 
     def drafts_after(self, num_new: int) -> int:
-        """How many drafts to propose, when this step yields `num_new` tokens: none that could not be used any more, and
-        none while the draft has yet to catch up."""
+        """How deep to draft, when this step yields `num_new` tokens: no further than could be used, and not at all
+        while the draft has yet to catch up."""
         if not self.needs_logits:
             return 0
         known = self.known + num_new
@@ -127,13 +130,13 @@ class RowPlan:
 
     @property
     def target_end(self) -> int:
-        """One past the last position that the target computes."""
+        """One past the last slot that the target writes."""
         return self.start + len(self.tokens)
 
     @property
     def draft_width(self) -> int:
         """One past the last draft slot that may be written, scratch slots included."""
-        new = self.num_drafts + 1 if self.needs_logits else 0
+        new = self.drafts.depth + 1 if self.needs_logits else 0
         return self.draft_end(new) + self.shape.scratch_for(self.next_drafts)
 
 

@@ -34,6 +34,47 @@ class Drafts:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each draft follows the one before it; no drafts are a chain."""
+        return all(parent == (node - 1 if node else None) for node, parent in enumerate(self.parents))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of each node: how many tokens it lies beyond the last known one, 1 or more."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent is None else depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that can be accepted together."""
+        return max(self.depths, default=0)
+
+    def path(self, node: int | None) -> tuple[int, ...]:
+        """The nodes from the last known token to `node`, which is included; none if it is None."""
+        path: list[int] = []
+        while node is not None:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    def within(self, depth: int) -> Drafts:
+        """The nodes at most so deep."""
+        return self.only([each <= depth for each in self.depths])
+
+    def only(self, kept: Sequence[bool]) -> Drafts:
+        """The nodes that are kept, as far as all of their ancestors are."""
+        places: dict[int | None, int | None] = {None: None}
+        for node, parent in enumerate(self.parents):
+            if kept[node] and parent in places:
+                places[node] = len(places) - 1
+        if len(places) > len(self.tokens):
+            return self
+        nodes = [node for node in places if node is not None]
+        return Drafts(tuple(self.tokens[node] for node in nodes), tuple(places[self.parents[node]] for node in nodes))
+
     def first(self, count: int) -> Drafts:
         """The first `count` nodes; none if `count` isn't positive."""
         if count >= len(self.tokens):

@@ -123,7 +123,7 @@ class StepBuilder:
             return None
         final = start + taken == known
         room = min(request.sampling.max_tokens - len(request.output), self._limits.max_len - known)
-        drafts = drafts.first(min(self.budget - taken, room - 1)) if final else NO_DRAFTS
+        drafts = drafts.within(room - 1).first(self.budget - taken) if final else NO_DRAFTS
         return RowPlan(
             request=request,
             shape=self._shape,
@@ -133,7 +133,7 @@ class StepBuilder:
             num_known=taken,
             drafts=drafts,
             draft_start=draft_start,
-            draft_limit=start + taken + len(drafts) if joint else (draft_start or 0) + chunk,
+            draft_limit=start + taken + drafts.depth if joint else (draft_start or 0) + chunk,
             next_drafts=self._shape.drafts_for(known + 1, min(next_drafts, room - 2)) if final else 0,
             room=room,
             claim=claim,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,15 @@ class PagedRow:
     held: int = 0
     positions: Sequence[int] | None = None
     visible: Tensor | None = None
+
+
+def ancestor_mask(parents: Sequence[int | None]) -> Tensor:
+    """bool [nodes, nodes]: each node sees itself and its ancestors. Parents come before their children."""
+    sees = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent is not None:
+            sees[node] |= sees[parent]
+    return torch.from_numpy(sees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,6 @@ def pack(rows: Sequence[PagedRow], kv: KvTensors) -> PackedBatch:
         positions.extend(range(row.start, end) if layout is None else layout.positions[-len(row.tokens) :])
         written_from = min(max(row.start, row.held), end)
         slots.extend([kv.trash_slot] * (written_from - row.start))
-        slots.extend(table[p // size] * size + p % size for p in range(written_from, end))
+        slots.extend(kv.slots(table, range(written_from, end)))
     stacked = torch.tensor((ids, positions, slots), dtype=torch.long).to(kv.device)
     return PackedBatch(stacked[0:1], stacked[1:2], stacked[2], tuple(extents))

@@ -8,7 +8,7 @@ the engine, which carries out the copies that a claim orders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,11 @@ class KvTensors:
         """The slot (position counted over all blocks) that throw-away writes go to."""
         return self.num_blocks * self.block_size
 
+    def slots(self, block_table: Sequence[int], places: Iterable[int]) -> list[int]:
+        """The slots of a sequence's `places`, counted from its start, in this pool."""
+        size = self.block_size
+        return [block_table[place // size] * size + place % size for place in places]
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `keys`, `values` `[T, kv_heads, head_dim]` at `slots` `[T]`."""
         self._key_slots[layer].index_copy_(0, slots, keys)
@@ -76,6 +81,13 @@ class KvTensors:
         """Copy the first `units` positions of block `src` to block `dst`, in every layer (copy-on-write)."""
         for tensor in (*self.keys, *self.values):
             tensor[dst, :units].copy_(tensor[src, :units])
+
+    def move(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy the KV of slots `src` to slots `dst`, in every layer, as if all at once: they may overlap."""
+        if src:
+            come, go = torch.tensor((src, dst), device=self.device)
+            for slots in (*self._key_slots, *self._value_slots):
+                slots.index_copy_(0, go, slots.index_select(0, come))
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zero `blocks` and the trash block, so that a NaN computed by one request can never reach another one."""

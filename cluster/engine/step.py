@@ -1,8 +1,9 @@
 """The tensor side of a step: copies, target forward, sampling and verification, drafting.
 
 Owns the order in which these happen and nothing that outlives the step: what the outcome means for caches and
-requests is decided by the engine. A step that raises has changed KV only in blocks that its own rows hold. Called by
-`Engine.step`.
+requests is decided by the engine. Afterwards the KV of accepted drafts lies where decoding them one by one would have
+put it: siblings of a tree take slots of their own until then, always past the known tokens and so in the row's own
+blocks. A step that raises has changed KV only in such blocks. Called by `Engine.step`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from cluster.core.batch_plan import RowPlan, StepPlan
 from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.paired_cache import CacheHandle
-from cluster.engine.batch import PackedBatch, PagedRow, pack
+from cluster.engine.batch import PackedBatch, PagedRow, ancestor_mask, pack
 from cluster.engine.kv_tensors import KvTensors
 from cluster.engine.output import RequestOutput, Taken
 from cluster.engine.runner import PagedModel
@@ -27,14 +28,29 @@ from cluster.speculation.verify import verify
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """What a row came to. `taken` is None for a chunk of a prompt, and where logits were not finite (`failed`)."""
+    """What a row came to. `taken` is None for a chunk of a prompt, and where logits were not finite (`failed`).
+
+    `path` are the nodes of the row's drafts that the target agrees with; of these, the request may take fewer.
+    """
 
     row: RowPlan
     taken: Taken | None = None
-    accepted: int = 0
+    path: tuple[int, ...] = ()
     failed: bool = False
     draft_computed: int = 0
     next_drafts: Drafts = NO_DRAFTS
+
+    @property
+    def accepted(self) -> int:
+        """Drafts among the tokens that were taken."""
+        return min(len(self.path), len(self.taken.tokens)) if self.taken else 0
+
+    @property
+    def computed(self) -> list[int]:
+        """Places in the row of the tokens whose KV and hidden states are now those of known tokens, all but the newest
+        one."""
+        drafts = self.path[: len(self.taken.tokens) - 1] if self.taken else ()
+        return [*range(self.row.num_known), *(self.row.num_known + node for node in drafts)]
 
 
 class StepRunner:
@@ -56,16 +72,17 @@ class StepRunner:
         hidden_layers = self._drafter.hidden_layers if self._drafter else ()
         forward = self._target.forward(batch, _logits_index(plan.rows, batch), hidden_layers)
         outcomes = self._verify(plan.rows, forward.logits, outputs)
+        self._line_up(outcomes)
         return self._draft(outcomes, batch, forward.hidden, outputs)
 
     def _verify(
         self, rows: Sequence[RowPlan], logits: Tensor, outputs: Mapping[str, RequestOutput]
     ) -> list[RowOutcome]:
         asked = [
-            _sample_row(row, outputs[row.request.request_id], drafted)
+            _sample_row(row, outputs[row.request.request_id], node)
             for row in rows
             if row.needs_logits
-            for drafted in range(row.num_drafts + 1)
+            for node in (None, *range(row.num_drafts))
         ]
         result = self._sampler.sample(logits, asked)
         outcomes, at = [], 0
@@ -79,6 +96,19 @@ class StepRunner:
             )
             at = end
         return outcomes
+
+    def _line_up(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Move the KV of accepted tree nodes to the slots of their positions."""
+        source: list[int] = []
+        place: list[int] = []
+        kv = self._target.kv
+        for outcome in outcomes:
+            row = outcome.row
+            if not row.drafts.is_chain:
+                table, drafts = _handle(row).block_table("target"), outcome.computed[row.num_known :]
+                source += kv.slots(table, [row.start + i for i in drafts])
+                place += kv.slots(table, range(row.known, row.known + len(drafts)))
+        kv.move(source, place)
 
     def _draft(
         self,
@@ -113,7 +143,6 @@ class StepRunner:
         reads = hidden is not None and row.draft_start is not None
         if end <= start and not k and not reads:
             return None
-        computed = row.num_known + (len(taken.tokens) - 1 if taken else 0)
         return DraftTask(
             request_id=row.request.request_id,
             tokens=output.tokens,
@@ -126,7 +155,7 @@ class StepRunner:
             block_table=() if row.draft_start is None else _handle(row).block_table("draft"),
             held=0 if row.draft_start is None else _handle(row).held("draft"),
             hidden_start=row.start,
-            hidden=None if hidden is None else hidden[offset : offset + computed],
+            hidden=None if hidden is None else _states(outcome, hidden[offset:]),
             tenant=row.request.tenant_salt,
         )
 
@@ -139,7 +168,13 @@ def _handle(row: RowPlan) -> CacheHandle:
 
 def _target_row(row: RowPlan) -> PagedRow:
     handle = _handle(row)
-    return PagedRow(row.tokens, row.start, handle.block_table("target"), handle.held("target"))
+    table, held = handle.block_table("target"), handle.held("target")
+    if row.drafts.is_chain:
+        return PagedRow(row.tokens, row.start, table, held)
+    visible = torch.ones(len(row.tokens), len(row.tokens), dtype=torch.bool).tril()
+    visible[row.num_known :, row.num_known :] = ancestor_mask(row.drafts.parents)
+    positions = [*range(row.start, row.known), *(row.known - 1 + depth for depth in row.drafts.depths)]
+    return PagedRow(row.tokens, row.start, table, held, positions, visible)
 
 
 def _logits_index(rows: Sequence[RowPlan], batch: PackedBatch) -> Tensor:
@@ -153,11 +188,18 @@ def _logits_index(rows: Sequence[RowPlan], batch: PackedBatch) -> Tensor:
     return torch.tensor(index, dtype=torch.long, device=batch.slots.device)
 
 
-def _sample_row(row: RowPlan, output: RequestOutput, drafted: int) -> SampleRow:
+def _sample_row(row: RowPlan, output: RequestOutput, node: int | None) -> SampleRow:
+    """For the token after draft `node`, or after the last known one."""
     request = row.request
-    drafts = row.tokens[row.num_known : row.num_known + drafted]
-    position = request.num_known + drafted
+    drafts = tuple(row.drafts.tokens[each] for each in row.drafts.path(node))
+    position = request.num_known + len(drafts)
     return SampleRow(request.sampling, output.seed, position, request.prompt, request.output, drafts)
+
+
+def _states(outcome: RowOutcome, hidden: Tensor) -> Tensor:
+    """The states [m, n * H] of known tokens, out of those of the row's own and whatever comes after."""
+    places = outcome.computed
+    return hidden[: len(places)] if outcome.row.drafts.is_chain else hidden[places]
 
 
 def _judge(
@@ -169,6 +211,6 @@ def _judge(
     """Accept the drafts that are what the target sampled, and let the output decide how far they count."""
     if any(token is None for token in sampled):
         return RowOutcome(row, failed=True)
-    verdict = verify(row.tokens[row.num_known :], [token for token in sampled if token is not None])
-    taken = output.take(verdict.tokens, logprobs, row.num_drafts)
-    return RowOutcome(row, taken, min(verdict.accepted, len(taken.tokens)))
+    verdict = verify(row.drafts, [token for token in sampled if token is not None])
+    taken = output.take(verdict.tokens, [logprobs[0], *(logprobs[node + 1] for node in verdict.path)], row.num_drafts)
+    return RowOutcome(row, taken, verdict.path)

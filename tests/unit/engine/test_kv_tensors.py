@@ -52,6 +52,19 @@ def test_scrub_clears_the_blocks_and_the_trash_block_only() -> None:
         assert tensor[3].all()
 
 
+def test_moved_slots_may_overlap() -> None:
+    kv = make(num_blocks=3)
+    noise = torch.Generator().manual_seed(0)
+    for tensor in (*kv.keys, *kv.values):
+        tensor.normal_(generator=noise)
+    before = [tensor.flatten(0, 1).clone() for tensor in (*kv.keys, *kv.values)]
+    kv.move(kv.slots([2, 0], [2, 3, 5]), kv.slots([2, 0], [1, 2, 3]))
+    kv.move([], [])
+    for tensor, old in zip((*kv.keys, *kv.values), before, strict=True):
+        old[[9, 10, 11]] = old[[10, 11, 1]]
+        assert torch.equal(tensor.flatten(0, 1), old)
+
+
 def test_pack_lays_rows_end_to_end_and_sends_held_positions_to_the_trash() -> None:
     kv = make(num_blocks=8)
     rows = [PagedRow([11, 12, 13], 3, [5, 2], held=5), PagedRow([14], 0, [7])]

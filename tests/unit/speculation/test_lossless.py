@@ -12,6 +12,7 @@ import torch
 from scipy.stats import chisquare
 
 from cluster.core.batch_plan import DraftShape
+from cluster.core.drafts import Drafts
 from cluster.core.paired_cache import Coupling
 from cluster.core.sampling import SamplingParams
 from cluster.engine.sampler import Sampler, SampleRow
@@ -60,9 +61,9 @@ def speculate(params: SamplingParams, seeds: int, length: int, drafter: torch.Te
                 last.append((*PROMPT, *outputs[seed], *draft[:j])[-1])
         sampled = iter(SAMPLER.sample(TARGET[last], rows).tokens)
         for seed, draft in zip(going, drafts, strict=True):
-            verdict = verify(draft, [next(sampled) for _ in range(len(draft) + 1)])
+            verdict = verify(Drafts.chain(draft), [next(sampled) for _ in range(len(draft) + 1)])
             outputs[seed] += verdict.tokens
-            made, accepted = made + len(draft), accepted + verdict.accepted
+            made, accepted = made + len(draft), accepted + len(verdict.path)
     return [tuple(output[:length]) for output in outputs], made, accepted
 
 

@@ -5,22 +5,34 @@ Called by the factory. How the head drafts is `cluster.speculation.recurrent`'s.
 
 from __future__ import annotations
 
-from typing import cast
+import logging
 
-from torch import Tensor
-
+from cluster.observe.logging import event
+from cluster.speculation.borrowed import BorrowedWeights
 from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.speculation.lookahead import SpeculationMethod
 from cluster.speculation.recurrent import RecurrentDrafter
-from cluster.speculation.source import DraftSource, different_vocabulary
+from cluster.speculation.source import DraftSource
+
+_log = logging.getLogger(__name__)
 
 
 def build_eagle3(source: DraftSource) -> RecurrentDrafter:
     """The head in the source's folder as a drafter. Raises ModelLoadError if it can't be loaded or doesn't fit."""
     target = source.target
-    embedding = cast(Tensor, target.model.get_input_embeddings().weight)
-    head = Eagle3Head.load(source.folder, embedding, target.dtype, target.num_layers).to(target.device)
-    source.check_hidden("EAGLE3 head", head.config.target_hidden_size, head.hidden_layers)
-    if head.config.vocab_size != target.vocab_size:
-        raise different_vocabulary(f"it has {head.config.vocab_size} tokens, the target {target.vocab_size}")
-    return RecurrentDrafter(SpeculationMethod.EAGLE3, head, source.sampler, source.max_drafts)
+    borrowed = BorrowedWeights.of(target.model)
+    head = Eagle3Head.load(source.folder, borrowed, target.dtype, target.num_layers, source.config.allow_pickle)
+    config = head.config
+    source.check_hidden("EAGLE3 head", config.target_hidden_size, head.hidden_layers)
+    source.check_rows(config.vocab_size)
+    # The one thing about a checkpoint that can't be told from its tensors: a wrong count only drafts badly.
+    _log.info(
+        event(
+            "eagle3_head",
+            dialect=config.dialect,
+            counts=config.counted_as.name.lower(),
+            hidden_layers=",".join(map(str, head.hidden_layers)),
+            of=target.num_layers,
+        )
+    )
+    return RecurrentDrafter(SpeculationMethod.EAGLE3, head.to(target.device), source.sampler, source.max_drafts)

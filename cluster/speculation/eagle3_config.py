@@ -1,41 +1,54 @@
 """What an EAGLE3 checkpoint's `config.json` says, in one frozen shape whatever its dialect.
 
-Owns: the dialects of `config.json` (speculators, official EAGLE, nvidia/SpecForge) and their two conventions for
-naming target layers. Invariant: `aux_layer_ids` are indices into transformers' `hidden_states` (0 is the embedding's
-output, i is the output of layer i - 1), already translated from the checkpoint's own convention. Used by
-`cluster.speculation.eagle3_model`, by the drafter and by the trainer.
+Invariant: `aux_layer_ids` are indices into transformers' `hidden_states` (0 is the embedding's output, i is the output
+of layer i - 1), already translated from the checkpoint's own count. Used by `cluster.speculation.eagle3_model` and by
+the trainer.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelLoadError
+from cluster.speculation.decoder_layer import DecoderShape
+from cluster.speculation.draft_folder import read_draft_config
+from cluster.speculation.eagle3_dialects import Dialect, LayerCount, dialect_of, named_layers
 
-_UNSUPPORTED_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
+# Variants that ModelOpt can train and that no published head uses: flag, and the value that is computed here.
+_EAGLE_CONFIG_MUST = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Shape of an EAGLE3 head: one fused decoder layer (more are plain ones) over states of `aux_layer_ids`."""
+    """Shape of an EAGLE3 head over the states of `aux_layer_ids`: one fused decoder layer, any further ones plain.
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    `projects`: the states go through `fc`, normed before it one by one (`fc_norm`) or together (`norm_before_fc`).
+    `final_norm`: logits are made of normed outputs; with `norm_output` these are fed back too. `norm_before_residual`:
+    the residual is the normed state.
+    """
+
+    layer: DecoderShape
     vocab_size: int
     draft_vocab_size: int
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...]
-    num_layers: int = 1
-    rms_norm_eps: float = 1e-5
-    max_position_embeddings: int = 2048
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    projects: bool = True
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    final_norm: bool = True
+    norm_output: bool = False
     norm_before_residual: bool = False
+    tied: bool = False
+    dialect: str = "speculators"
+    counted_as: LayerCount = LayerCount.HIDDEN_STATES
 
     @classmethod
     def from_folder(cls, folder: Path, target_layers: int | None = None) -> Eagle3Config:
@@ -43,47 +56,49 @@ class Eagle3Config:
 
         Raises `ModelLoadError` if the file is missing, malformed, or describes a variant that can't be run.
         """
-        path = folder / "config.json"
+        document = read_draft_config(folder)
+        dialect = dialect_of(folder, document)
         try:
-            document = json.loads(path.read_text())
-        except FileNotFoundError:
+            return cls.from_document(dialect, document, target_layers)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"The EAGLE3 head in {folder} can't be used: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelLoadError(
-                f"EAGLE3 folder {folder} has no config.json; point to a complete checkpoint."
+                f"{folder}/config.json lacks or misstates field {error}: use a complete EAGLE3 checkpoint."
             ) from None
-        except ValueError as error:
-            raise ModelLoadError(f"{path} is not valid JSON ({error}); fetch the checkpoint again.") from error
-        try:
-            return cls.from_dict(document, target_layers)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelLoadError(
-                f"{path} lacks or misstates field {error}; use a complete EAGLE3 checkpoint."
-            ) from error
 
     @classmethod
-    def from_dict(cls, document: dict[str, Any], target_layers: int | None = None) -> Eagle3Config:
-        """Translates any known dialect. Raises `KeyError` for a missing field, `ModelLoadError` for a refused one."""
-        for flag in _UNSUPPORTED_FLAGS:
-            if document.get(flag):
-                raise ModelLoadError(f"EAGLE3 flag {flag} is set but not supported; use a checkpoint without it.")
+    def from_document(
+        cls, dialect: Dialect, document: dict[str, Any], target_layers: int | None = None
+    ) -> Eagle3Config:
+        """Translates a document. Raises `KeyError` for a missing field, `ModelLoadError` for a refused one."""
         llama = document.get("transformer_layer_config") or document
-        hidden, heads = int(llama["hidden_size"]), int(llama["num_attention_heads"])
-        vocab = int(llama["vocab_size"])
-        return cls(
-            hidden_size=hidden,
-            intermediate_size=int(llama["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=int(llama.get("num_key_value_heads") or heads),
-            head_dim=int(llama.get("head_dim") or hidden // heads),
-            vocab_size=vocab,
-            draft_vocab_size=int(document.get("draft_vocab_size") or vocab),
-            target_hidden_size=int(document.get("target_hidden_size") or hidden),
-            aux_layer_ids=_aux_layer_ids(document, target_layers),
-            num_layers=int(llama.get("num_hidden_layers", 1)),
-            rms_norm_eps=float(llama.get("rms_norm_eps", 1e-5)),
-            max_position_embeddings=int(llama.get("max_position_embeddings", 2048)),
-            rope_parameters=_rope_parameters(llama),
+        layer = DecoderShape.from_document(llama, num_layers=1 if dialect.one_layer else None)
+        eagle = document.get("eagle_config") or {}
+        _refuse_variants(eagle)
+        target_hidden = int(document.get("target_hidden_size") or layer.hidden_size)
+        uses_aux = bool(eagle.get("use_aux_hidden_state", True))
+        layers, count = _aux_layer_ids(dialect, document, target_layers) if uses_aux else (_last(target_layers), None)
+        equal_width = len(layers) * target_hidden == layer.hidden_size
+        config = cls(
+            layer=layer,
+            vocab_size=int(llama["vocab_size"]),
+            draft_vocab_size=int(document.get("draft_vocab_size") or llama["vocab_size"]),
+            target_hidden_size=target_hidden,
+            aux_layer_ids=layers,
+            projects=uses_aux and not (dialect.skips_equal_fc and equal_width),
+            fc_bias=bool(document.get("bias", False)),
+            fc_norm=bool(document.get("fc_norm") or document.get("use_aux_norm")),
+            norm_before_fc=bool(eagle.get("norm_before_fc", document.get("norm_before_fc", False))),
+            final_norm=bool(eagle.get("use_last_layernorm", True)),
+            norm_output=bool(document.get("norm_output", False)),
             norm_before_residual=bool(document.get("norm_before_residual", False)),
+            tied=bool(llama.get("tie_word_embeddings", False)),
+            dialect=dialect.name,
+            counted_as=count or LayerCount.HIDDEN_STATES,
         )
+        _check(config)
+        return config
 
 
 def default_aux_layer_ids(target_layers: int) -> tuple[int, int, int]:
@@ -97,25 +112,43 @@ def default_aux_layer_ids(target_layers: int) -> tuple[int, int, int]:
     return low, middle, high
 
 
-def _aux_layer_ids(document: dict[str, Any], target_layers: int | None) -> tuple[int, ...]:
-    ids = document.get("eagle_aux_hidden_state_layer_ids")
-    if ids:
-        return tuple(int(i) for i in ids)
-    eagle = document.get("eagle_config") or {}
-    if eagle.get("use_aux_hidden_state") is False:
-        raise ModelLoadError("EAGLE3 flag use_aux_hidden_state is false but only heads over aux states are supported.")
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
-    if ids:
-        # This dialect counts layers by their output: the output of layer i is hidden_states[i + 1].
-        return tuple(int(i) + 1 for i in ids)
+def _aux_layer_ids(
+    dialect: Dialect, document: dict[str, Any], target_layers: int | None
+) -> tuple[tuple[int, ...], LayerCount]:
+    named = named_layers(dialect, document)
+    if named is not None:
+        layers, count = named
+        return tuple(layer + count.value for layer in layers), count
+    return default_aux_layer_ids(_known(target_layers)), LayerCount.HIDDEN_STATES
+
+
+def _last(target_layers: int | None) -> tuple[int, ...]:
+    return (_known(target_layers),)
+
+
+def _known(target_layers: int | None) -> int:
     if target_layers is None:
-        raise ModelLoadError("EAGLE3 config names no eagle_aux_hidden_state_layer_ids; add them to config.json.")
-    return default_aux_layer_ids(target_layers)
+        raise ModelLoadError("its config.json names no target layers, and the target isn't known here: name them.")
+    return target_layers
 
 
-def _rope_parameters(llama: dict[str, Any]) -> dict[str, Any]:
-    if llama.get("rope_parameters"):
-        return dict(llama["rope_parameters"])
-    scaling = dict(llama.get("rope_scaling") or {})
-    kind = scaling.pop("type", None) or scaling.pop("rope_type", "default")
-    return {**scaling, "rope_type": kind, "rope_theta": float(llama.get("rope_theta", 10000.0))}
+def _refuse_variants(eagle: dict[str, Any]) -> None:
+    for flag, must in _EAGLE_CONFIG_MUST.items():
+        value = eagle.get(flag)
+        if value is not None and value != must:
+            raise ModelLoadError(f"eagle_config.{flag} is {value}, but must be {must}: use another checkpoint.")
+
+
+def _check(config: Eagle3Config) -> None:
+    if config.fc_norm and config.norm_before_fc:
+        raise ModelLoadError("fc_norm and norm_before_fc are both set, but exclude each other: set one.")
+    width = len(config.aux_layer_ids) * config.target_hidden_size
+    if not config.projects and width != config.layer.hidden_size:
+        raise ModelLoadError(
+            f"it takes states of width {width} as they are, but its hidden_size is {config.layer.hidden_size}: "
+            "use the draft that was trained for this target."
+        )
+    if config.draft_vocab_size > config.vocab_size:
+        raise ModelLoadError(
+            f"draft_vocab_size is {config.draft_vocab_size}, but must be at most vocab_size, {config.vocab_size}."
+        )

@@ -15,6 +15,9 @@ from cluster.engine.sampler import Sampler
 from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ModelLoadError
 
+# Embeddings are padded to multiples of up to 512 rows, by each side in its own way.
+_MOST_PADDING = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
@@ -32,10 +35,11 @@ class DraftSource:
         """K, as configured."""
         return self.config.num_speculative_tokens
 
-    def check_vocabulary(self, draft_size: int) -> None:
+    def check_vocabulary(self, draft_size: int, mask: int | None = None) -> None:
         """Refuse a draft of `draft_size` token ids whose ids mean something else than the target's.
 
         Sizes of the embeddings may differ by padding, so tokens are compared where both folders hold a tokenizer.
+        `mask` is an id that the draft may have to itself.
         """
         folders = (self.config.model, self.folder)
         if not all((folder / "tokenizer.json").is_file() for folder in folders):
@@ -43,6 +47,8 @@ class DraftSource:
                 raise different_vocabulary(f"it has {draft_size} tokens, the target {self.target.vocab_size}")
             return
         ours, theirs = (Tokenizer.load(folder).vocabulary() for folder in folders)
+        if mask not in ours.values():
+            theirs = {token: token_id for token, token_id in theirs.items() if token_id != mask}
         if ours != theirs:
             token, token_id = min(ours.items() ^ theirs.items(), key=lambda entry: entry[1])
             owner = "target" if ours.get(token) == token_id else "draft"
@@ -53,6 +59,12 @@ class DraftSource:
         needed = max(ours.values()) + 1
         if draft_size < needed:
             raise different_vocabulary(f"its embedding has {draft_size} rows for {needed} tokens")
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse a head, which brings no tokenizer, if its `rows` token ids are too few, or too many for padding."""
+        padding = abs(rows - self.target.vocab_size)
+        if rows < self.sampler.vocab_size or padding > _MOST_PADDING:
+            raise different_vocabulary(f"it has {rows} tokens, the target {self.target.vocab_size}")
 
     def check_hidden(self, what: str, hidden_size: int, layers: tuple[int, ...]) -> None:
         """Refuse `what` ("EAGLE3 head") if it reads states of another size, or of `layers` that the target lacks."""

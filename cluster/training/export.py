@@ -25,12 +25,14 @@ def export_head(head: Eagle3Head, folder: Path, target: PretrainedConfig, drafts
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in head.state_dict().items()
     }
+    tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, head.target_ids, True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     document = _document(head.config, target, drafts, str(dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _document(config: Eagle3Config, target: PretrainedConfig, drafts: int, dtype: str) -> dict[str, Any]:
+    layer = config.layer
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -42,24 +44,27 @@ def _document(config: Eagle3Config, target: PretrainedConfig, drafts: int, dtype
         },
         "draft_vocab_size": config.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
-        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+        "target_hidden_size": None if config.target_hidden_size == layer.hidden_size else config.target_hidden_size,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
         "norm_before_residual": config.norm_before_residual,
         "embed_requires_grad": False,
         "dtype": dtype,
         "transformer_layer_config": {
             "model_type": "llama",
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "num_hidden_layers": config.num_layers,
+            "hidden_size": layer.hidden_size,
+            "intermediate_size": layer.intermediate_size,
+            "num_attention_heads": layer.num_heads,
+            "num_key_value_heads": layer.num_kv_heads,
+            "head_dim": layer.head_dim,
+            "num_hidden_layers": layer.num_layers,
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "rms_norm_eps": config.rms_norm_eps,
+            "rms_norm_eps": layer.rms_norm_eps,
             "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_position_embeddings,
-            "rope_parameters": config.rope_parameters,
+            "max_position_embeddings": layer.max_positions,
+            "rope_parameters": layer.rope_parameters,
         },
     }

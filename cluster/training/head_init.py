@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.speculation.borrowed import BorrowedWeights
+from cluster.speculation.decoder_layer import DecoderShape, Norm
 from cluster.speculation.eagle3_config import Eagle3Config, default_aux_layer_ids
 from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.training.samples import Sample
@@ -47,55 +49,50 @@ def head_config(target: PreTrainedModel, draft_vocab: int, aux_layers: tuple[int
         )
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
-    return Eagle3Config(
+    layer = DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", heads),
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+        max_positions=config.max_position_embeddings,
+        rope_parameters=dict(rope),
+    )
+    return Eagle3Config(
+        layer=layer,
         vocab_size=config.vocab_size,
         draft_vocab_size=min(draft_vocab, config.vocab_size),
         target_hidden_size=config.hidden_size,
         aux_layer_ids=aux_layers,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(rope),
     )
 
 
 def new_head(target: PreTrainedModel, config: Eagle3Config, vocabulary: list[int], seed: int) -> Eagle3Head:
     """A float32 head for `target` that drafts the tokens of `vocabulary` (ascending)."""
     torch.manual_seed(seed)
-    embedding: Any = target.get_input_embeddings()
-    head = Eagle3Head(config, embedding.weight.float())
+    borrowed = BorrowedWeights.of(target, torch.float32)
+    head = Eagle3Head(config, borrowed.embedding)
     chosen = torch.tensor(vocabulary)
     head.d2t.copy_(chosen - torch.arange(len(vocabulary)))
-    head.t2d.zero_()[chosen] = True
     with torch.no_grad():
-        head.lm_head.weight.copy_(output_matrix(target)[chosen])
+        head.lm_head.weight.copy_(borrowed.output[chosen])
         _pass_through(head, config)
         _take_last_layer(head, target.base_model)
     return head
 
 
-def output_matrix(target: PreTrainedModel) -> Tensor:
-    """The matrix [vocab, H] that turns the target's last states into its logits."""
-    layer: Any = target.get_output_embeddings()  # type: ignore[no-untyped-call]
-    matrix: Tensor = layer.weight.detach()
-    return matrix
-
-
 def _pass_through(head: Eagle3Head, config: Eagle3Config) -> None:
     """Makes `fc` hand on the last of its states, with a little of everything else to learn from."""
-    head.fc.weight.mul_(0.1)
-    if config.hidden_size == config.target_hidden_size:
-        head.fc.weight[:, -config.target_hidden_size :] += torch.eye(config.hidden_size)
+    if head.fc is not None:
+        head.fc.weight.mul_(0.1)
+        head.fc.weight[:, -config.target_hidden_size :] += torch.eye(config.layer.hidden_size)
 
 
 def _take_last_layer(head: Eagle3Head, base: Any) -> None:
     """Copies weights by name where shapes agree; a target with other names leaves the random start as it is."""
     own, theirs = dict(head.layers[0].named_parameters()), dict(base.layers[-1].named_parameters())
-    width = head.config.hidden_size
+    width = head.config.layer.hidden_size
     for name, weight in own.items():
         given = theirs.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
         if given is None:
@@ -106,5 +103,5 @@ def _take_last_layer(head: Eagle3Head, base: Any) -> None:
             weight[:, :width] *= 0.5  # the embedding's half stays random: the target has nothing like it
             weight[:, width:] = given
     final_norm: Tensor | None = dict(base.named_parameters()).get("norm.weight")
-    if final_norm is not None and final_norm.shape == head.norm.weight.shape:
+    if final_norm is not None and isinstance(head.norm, Norm) and final_norm.shape == head.norm.weight.shape:
         head.norm.weight.copy_(final_norm)

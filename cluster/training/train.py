@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ConfigError, ModelLoadError
+from cluster.speculation.borrowed import BorrowedWeights
 from cluster.training.capture import CapturedSamples, capture
 from cluster.training.checkpoint import TrainingState
 from cluster.training.corpus import answer_prompts, build_corpus
 from cluster.training.evaluate import Acceptance
 from cluster.training.export import export_head
 from cluster.training.hardware import compute_dtype
-from cluster.training.head_init import choose_vocabulary, head_config, new_head, output_matrix
+from cluster.training.head_init import choose_vocabulary, head_config, new_head
 from cluster.training.options import TrainDraftOptions, TrainDraftResult
 from cluster.training.samples import Sample, chat_ids, read_prompts, read_samples
 from cluster.training.trainer import Trainer
@@ -45,8 +46,7 @@ def train_draft(options: TrainDraftOptions) -> TrainDraftResult:
         held = capture(target, held_out, config.aux_layer_ids, options.work / "held-out") if held_out else None
         vocabulary, coverage = choose_vocabulary(samples, config.draft_vocab_size, config.vocab_size)
         head = new_head(target, config, vocabulary, options.seed)
-        output_embedding = output_matrix(target)
-        trainer = Trainer(head, data, held, output_embedding, options, target.dtype)
+        trainer = Trainer(head, data, held, BorrowedWeights.of(target).output, options, target.dtype)
         state, acceptance = trainer.run(_reporter(stage("training", options.token_passes), stage))
     export_head(head, options.out, target.config, options.ttt_steps, torch.bfloat16)
     if held is not None:

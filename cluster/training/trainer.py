@@ -35,22 +35,22 @@ _SMOOTHING = 0.98
 
 
 class Trainer:
-    """Trains `head` on `data`; `output_embedding` [vocab, H] turns the target's last states into its logits."""
+    """Trains `head` on `data`; `output_matrix` [vocab, H] turns the target's last states into its logits."""
 
     def __init__(
         self,
         head: TrainableHead,
         data: CapturedSamples,
         held_out: CapturedSamples | None,
-        output_embedding: Tensor,
+        output_matrix: Tensor,
         options: TrainDraftOptions,
         dtype: torch.dtype,
     ) -> None:
         self._head, self._data, self._held_out = head, data, held_out
         self._options, self._dtype = options, dtype
         ids = head.target_ids
-        self._label_rows = (output_embedding if ids is None else output_embedding[ids]).to(dtype)
-        self._drafted = torch.zeros(len(output_embedding), dtype=torch.bool)
+        self._label_rows = (output_matrix if ids is None else output_matrix[ids]).to(dtype)
+        self._drafted = torch.zeros(len(output_matrix), dtype=torch.bool)
         self._drafted[slice(None) if ids is None else ids] = True
         self._optimizer = torch.optim.AdamW(
             head.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True

@@ -11,6 +11,7 @@ from cluster.core.drafts import NO_DRAFTS
 from cluster.core.sampling import SamplingParams
 from cluster.engine.config import EngineConfig
 from cluster.engine.sampler import Sampler, SampleRow
+from cluster.speculation.borrowed import BorrowedWeights
 from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.speculation.factory import load_drafter
 from cluster.speculation.lookahead import SpeculationMethod
@@ -201,7 +202,7 @@ def test_a_draft_model_drafts_its_own_continuation() -> None:
 def test_an_eagle3_head_feeds_its_own_output_back() -> None:
     """The chain equals one written out without paging: real pairs, then pairs of (last output, last draft)."""
     drafter = new_drafter(SpeculationMethod.EAGLE3, drafts=4)
-    head = Eagle3Head.load(TINY_EAGLE3, target().model.get_input_embeddings().weight, torch.float32)
+    head = Eagle3Head.load(TINY_EAGLE3, BorrowedWeights.of(target().model), torch.float32)
     for i, ids in enumerate(prompts(5, 20, 60)):
         aux = states(drafter, ids)
         assert aux is not None
@@ -211,7 +212,7 @@ def test_an_eagle3_head_feeds_its_own_output_back() -> None:
             for _ in range(4):
                 output = head(torch.tensor(known[1:]), hidden, torch.arange(len(known) - 1), WholeSequence())
                 logits = torch.full((1, 2048), -torch.inf)
-                logits[:, head.to_target_ids(torch.arange(head.config.draft_vocab_size))] = head.logits(output[-1:])
+                logits[:, head.target_ids] = head.logits(output[-1:])
                 known.append(drawn(logits, len(known)))
                 hidden = torch.cat([hidden, output[-1:]])
         drafts = Sequenced(drafter, list(ids), scattered_blocks(i), params=HOT).propose(4)

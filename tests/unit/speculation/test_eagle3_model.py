@@ -1,7 +1,8 @@
-"""The EAGLE3 head: its arithmetic against a plain formula, its file format, its refusals."""
+"""The EAGLE3 head: its arithmetic against a plain formula, and what is refused when a checkpoint is loaded."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,55 +14,7 @@ from cluster.errors import ModelLoadError
 from cluster.speculation.eagle3_config import Eagle3Config, default_aux_layer_ids
 from cluster.speculation.eagle3_model import Eagle3Head
 from tests.support.plain_attention import WholeSequence
-
-CONFIG = Eagle3Config(
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=60,
-    draft_vocab_size=20,
-    target_hidden_size=32,
-    aux_layer_ids=(1, 2, 3),
-    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-)
-DOCUMENT = {
-    "speculators_model_type": "eagle3",
-    "draft_vocab_size": 20,
-    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-    "transformer_layer_config": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 60,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    },
-}
-
-
-def embedding() -> Tensor:
-    return torch.randn(60, 32, generator=torch.Generator().manual_seed(1))
-
-
-def random_head(config: Eagle3Config = CONFIG) -> Eagle3Head:
-    torch.manual_seed(0)
-    head = Eagle3Head(config, embedding())
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    head.d2t.copy_(2 * torch.arange(20))  # draft id i is target id 3 i
-    head.t2d.zero_()[3 * torch.arange(20)] = True
-    return head.requires_grad_(False)
-
-
-def write(head: Eagle3Head, folder: Path, document: dict[str, object] = DOCUMENT) -> dict[str, Tensor]:
-    folder.mkdir(exist_ok=True)
-    tensors = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    (folder / "config.json").write_text(json.dumps(document))
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
+from tests.unit.speculation.eagle3_checkpoints import DOCUMENT, borrowed, load, random_head, write
 
 
 def plain_forward(w: dict[str, Tensor], tokens: list[int], aux: Tensor, before_residual: bool) -> Tensor:
@@ -85,7 +38,7 @@ def plain_forward(w: dict[str, Tensor], tokens: list[int], aux: Tensor, before_r
     for position, token in enumerate(tokens):
         h = w["fc.weight"] @ aux[position]
         normed = norm(h, layer + "hidden_norm.weight")
-        x = torch.cat([norm(embedding()[token], layer + "input_layernorm.weight"), normed])
+        x = torch.cat([norm(borrowed().embedding[token], layer + "input_layernorm.weight"), normed])
         q, k, v = ((w[f"{layer}self_attn.{name}_proj.weight"] @ x).view(-1, 8) for name in "qkv")
         keys.append([rotate(part, position) for part in k])
         values.append(list(v))
@@ -105,7 +58,7 @@ def plain_forward(w: dict[str, Tensor], tokens: list[int], aux: Tensor, before_r
 @pytest.mark.parametrize("before_residual", [False, True])
 def test_forward_is_the_formula(tmp_path: Path, before_residual: bool) -> None:
     tensors = write(random_head(), tmp_path, DOCUMENT | {"norm_before_residual": before_residual})
-    head = Eagle3Head.load(tmp_path, embedding(), torch.float32)
+    head = load(tmp_path)
     tokens, aux = [5, 3, 59, 5, 0], torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
     feedback = head(torch.tensor(tokens), head.combine(aux), torch.arange(5), WholeSequence())
     torch.testing.assert_close(feedback, plain_forward(tensors, tokens, aux, before_residual), rtol=1e-4, atol=1e-5)
@@ -115,35 +68,9 @@ def test_forward_is_the_formula(tmp_path: Path, before_residual: bool) -> None:
 
 def test_draft_ids_are_offsets_into_the_targets_vocabulary(tmp_path: Path) -> None:
     write(random_head(), tmp_path)
-    head = Eagle3Head.load(tmp_path, embedding(), torch.float32)
-    assert head.to_target_ids(torch.tensor([[0, 1], [7, 19]])).tolist() == [[0, 3], [21, 57]]
+    head = load(tmp_path)
+    assert head.target_ids[[0, 1, 7, 19]].tolist() == [0, 3, 21, 57]
     assert head.hidden_layers == (1, 2, 3)
-
-
-def test_official_layout_loads_the_same(tmp_path: Path) -> None:
-    tensors = write(random_head(), tmp_path / "speculators")
-    official = tmp_path / "official"
-    official.mkdir()
-    llama = DOCUMENT["transformer_layer_config"]
-    assert isinstance(llama, dict)
-    flat = {k: v for k, v in llama.items() if k != "rope_parameters"}
-    (official / "config.json").write_text(json.dumps(flat | {"rope_theta": 500.0, "draft_vocab_size": 20}))
-    save_file({k.replace("layers.0.", "midlayer."): v for k, v in tensors.items()}, official / "model.safetensors")
-    ours = Eagle3Head.load(tmp_path / "speculators", embedding(), torch.float32)
-    theirs = Eagle3Head.load(official, embedding(), torch.float32, target_layers=12)
-    assert theirs.hidden_layers == (2, 6, 9)
-    aux = torch.randn(3, 96)
-    rows = torch.tensor([1, 2, 3]), torch.arange(3)
-    assert torch.equal(
-        ours(rows[0], ours.combine(aux), rows[1], WholeSequence()),
-        theirs(rows[0], theirs.combine(aux), rows[1], WholeSequence()),
-    )
-
-
-def test_layer_output_indices_are_translated() -> None:
-    document = {k: v for k, v in DOCUMENT.items() if k != "eagle_aux_hidden_state_layer_ids"}
-    document["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}
-    assert Eagle3Config.from_dict(document).aux_layer_ids == (2, 30, 58)
 
 
 @pytest.mark.parametrize("layers", range(3, 40))
@@ -152,55 +79,127 @@ def test_default_aux_layers_exist_and_rise(layers: int) -> None:
     assert 0 < low < middle < high <= layers
 
 
+def refusal(folder: Path, **options: object) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load(folder, **options)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".") and str(folder) in message
+    return message
+
+
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
     tensors = write(random_head(), tmp_path)
     del tensors["layers.0.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"layers\.0\.mlp\.up_proj\.weight"):
-        Eagle3Head.load(tmp_path, embedding(), torch.float32)
+    assert "lacks tensor layers.0.mlp.up_proj.weight" in refusal(tmp_path)
+
+
+def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
+    tensors = write(random_head(), tmp_path)
+    save_file(tensors | {"layers.0.self_attn.q_norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    assert "has tensor layers.0.self_attn.q_norm.weight" in refusal(tmp_path)
 
 
 def test_wrong_shape_names_both_shapes(tmp_path: Path) -> None:
     tensors = write(random_head(), tmp_path)
     tensors["fc.weight"] = torch.zeros(32, 64)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"fc\.weight .*\(32, 64\).*\(32, 96\)"):
-        Eagle3Head.load(tmp_path, embedding(), torch.float32)
+    assert "fc.weight" in (message := refusal(tmp_path)) and "(32, 64)" in message and "(32, 96)" in message
 
 
-def test_draft_of_another_target_is_refused(tmp_path: Path) -> None:
-    write(random_head(), tmp_path)
-    with pytest.raises(ModelLoadError, match=r"\(60, 32\).*\(61, 32\)"):
-        Eagle3Head.load(tmp_path, torch.zeros(61, 32), torch.float32)
-
-
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_wrong_type_is_named(tmp_path: Path) -> None:
     tensors = write(random_head(), tmp_path)
-    tensors["d2t"][19] = 41
+    tensors["fc.weight"] = torch.zeros(32, 96, dtype=torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"d2t .* 60"):
-        Eagle3Head.load(tmp_path, embedding(), torch.float32)
+    assert "fc.weight" in (message := refusal(tmp_path)) and "int8" in message
 
 
-@pytest.mark.parametrize("break_it", ["no weights", "no config", "damaged config", "pickle only", "unknown flag"])
+@pytest.mark.parametrize(("at", "offset"), [(19, 41), (0, -1), (1, -1)])
+def test_ids_that_are_no_other_tokens_are_refused(tmp_path: Path, at: int, offset: int) -> None:
+    """Beyond the vocabulary, below it, or one token for two ids."""
+    tensors = write(random_head(), tmp_path)
+    tensors["d2t"][at] = offset
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "d2t" in (message := refusal(tmp_path)) and "60" in message
+
+
+@pytest.mark.parametrize("break_it", ["no weights", "no config", "damaged config", "pickle only", "unknown"])
 def test_unusable_folders_fail_in_one_sentence(tmp_path: Path, break_it: str) -> None:
     write(random_head(), tmp_path)
-    if break_it in ("no weights", "pickle only"):
+    if break_it == "no weights":
+        (tmp_path / "model.safetensors").unlink()
+    elif break_it == "pickle only":
         (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     elif break_it == "no config":
         (tmp_path / "config.json").unlink()
     elif break_it == "damaged config":
-        (tmp_path / "config.json").write_text('{"draft_vocab_size": 20}')
+        (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": "x"}')
     else:
-        (tmp_path / "config.json").write_text(json.dumps(DOCUMENT | {"norm_output": True}))
-    with pytest.raises(ModelLoadError) as caught:
-        Eagle3Head.load(tmp_path, embedding(), torch.float32)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+        (tmp_path / "config.json").write_text(json.dumps(DOCUMENT | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}))
+    refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both set"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True, but must be False"),
+        ({"eagle_config": {"use_aux_hidden_state": False}, "target_hidden_size": 48}, "hidden_size is 32"),
+        ({"draft_vocab_size": 61}, "draft_vocab_size is 61, but must be at most vocab_size, 60"),
+    ],
+)
+def test_variants_that_are_not_computed_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    write(random_head(), tmp_path, DOCUMENT | changes)
+    assert message in refusal(tmp_path, target_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is gelu, but must be silu"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5.0, "factor": 2.0}}, "rope_type is dynamic"),
+        ({"rope_parameters": {"rope_type": "nope"}}, "rope_type is nope"),
+        ({"model_type": "deepseek_v2"}, "model_type is deepseek_v2"),
+        ({"num_key_value_heads": 3}, "num_attention_heads over num_key_value_heads"),
+        ({"hidden_size": "wide"}, "no llama configuration"),
+    ],
+)
+def test_layers_that_are_not_computed_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    layer = DOCUMENT["transformer_layer_config"]
+    assert isinstance(layer, dict)
+    write(random_head(), tmp_path, DOCUMENT | {"transformer_layer_config": layer | changes})
+    assert message in refusal(tmp_path)
 
 
 def test_own_embedding_wins_over_the_targets(tmp_path: Path) -> None:
     tensors = write(random_head(), tmp_path)
     tensors["embed_tokens.weight"] = torch.ones(60, 32)
     save_file(tensors, tmp_path / "model.safetensors")
-    head = Eagle3Head.load(tmp_path, embedding(), torch.float32)
-    assert torch.equal(head.target_embedding, torch.ones(60, 32))
+    assert torch.equal(load(tmp_path).token_embedding, torch.ones(60, 32))
+    tensors["embed_tokens.weight"] = torch.ones(61, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "(60, 32), but its own is (61, 32)" in refusal(tmp_path)
+
+
+def test_the_embedding_of_a_wider_target_is_refused(tmp_path: Path) -> None:
+    write(random_head(), tmp_path)
+    wide = replace(borrowed(), embedding=torch.zeros(60, 48))
+    with pytest.raises(ModelLoadError, match=r"\(60, 32\), but the target's is \(60, 48\)"):
+        Eagle3Head.load(tmp_path, wide, torch.float32)
+
+
+def test_an_output_matrix_is_borrowed_for_the_whole_vocabulary_only(tmp_path: Path) -> None:
+    full: Eagle3Config = replace(random_head().config, draft_vocab_size=60)
+    tensors = write(random_head(full), tmp_path, DOCUMENT | {"draft_vocab_size": 60})
+    for name in ("lm_head.weight", "d2t"):
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(load(tmp_path).lm_head.weight, borrowed().output)
+    assert load(tmp_path).target_ids.tolist() == list(range(60))
+    layer = DOCUMENT["transformer_layer_config"]
+    assert isinstance(layer, dict)
+    tied = DOCUMENT | {"draft_vocab_size": 60, "transformer_layer_config": layer | {"tie_word_embeddings": True}}
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    assert torch.equal(load(tmp_path).lm_head.weight, borrowed().embedding)
+    (tmp_path / "config.json").write_text(json.dumps(DOCUMENT))
+    assert "lacks tensor lm_head.weight, 20 rows of 32" in refusal(tmp_path)

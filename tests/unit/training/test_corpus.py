@@ -8,6 +8,7 @@ import torch
 
 from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ConfigError
+from cluster.speculation.borrowed import BorrowedWeights
 from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.training import corpus
 from cluster.training.corpus import build_corpus
@@ -116,7 +117,8 @@ def test_a_whole_training_from_nothing_but_the_model(tmp_path: Path) -> None:
     result = train_draft(asked)
     assert result.acceptance is not None and 1.0 <= result.acceptance <= 4.0
     assert result.token_passes >= 2000 and result.samples > 1
-    head = Eagle3Head.load(tmp_path, torch.zeros(2048, 192), torch.float32)
+    zeros = torch.zeros(2048, 192)
+    head = Eagle3Head.load(tmp_path, BorrowedWeights(zeros, zeros), torch.float32)
     assert head.config.draft_vocab_size == 256
     assert (tmp_path / "curve.jsonl").read_text()
     weights = (tmp_path / "model.safetensors").read_bytes()

@@ -36,7 +36,7 @@ def draft(head: Eagle3Head, sample: CapturedSample, known: int) -> list[int]:
     drafts: list[int] = []
     for _ in range(DRAFTS):
         out = head(torch.tensor(tokens), hidden, torch.arange(len(tokens)), WholeSequence())
-        drafts.append(int(head.to_target_ids(head.logits(out[-1:]).argmax(-1))))
+        drafts.append(int(head.target_ids[head.logits(out[-1:]).argmax(-1)]))
         hidden, tokens = torch.cat([hidden, out[-1:]]), [*tokens, drafts[-1]]
     return drafts
 

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from cluster.errors import ConfigError
+from cluster.speculation.borrowed import BorrowedWeights
 from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.training.capture import CapturedSamples
 from cluster.training.checkpoint import TrainingState
 from cluster.training.evaluate import Acceptance, measure_acceptance
 from cluster.training.export import export_head
-from cluster.training.head_init import choose_vocabulary, head_config, new_head, output_matrix
+from cluster.training.head_init import choose_vocabulary, head_config, new_head
 from cluster.training.options import TrainDraftOptions
 from cluster.training.samples import Sample
 from cluster.training.trainer import Trainer
@@ -35,7 +37,7 @@ def trainer(
     )
     vocabulary, _ = choose_vocabulary(samples, 32, 40)
     head = new_head(target, head_config(target, 32, AUX_LAYERS), vocabulary, seed=0)
-    return Trainer(head, captured, captured, output_matrix(target), options, torch.float32), head
+    return Trainer(head, captured, captured, BorrowedWeights.of(target).output, options, torch.float32), head
 
 
 def losses_of(trained: Trainer) -> list[float]:
@@ -95,11 +97,11 @@ def test_the_exported_head_loads_and_drafts_the_same(
     training, head = trainer(target, captured, samples, work, passes=3000)
     losses_of(training)
     export_head(head, work.parent, target.config, 3, torch.float32)
-    loaded = Eagle3Head.load(work.parent, target.get_input_embeddings().weight, torch.float32)
+    loaded = Eagle3Head.load(work.parent, BorrowedWeights.of(target), torch.float32)
     assert loaded.hidden_layers == AUX_LAYERS
     assert measure_acceptance(loaded, captured, 3) == measure_acceptance(head, captured, 3)
-    ids = loaded.to_target_ids(torch.arange(32))
-    assert loaded.t2d.nonzero().flatten().tolist() == ids.tolist()
+    t2d = load_file(work.parent / "model.safetensors")["t2d"]
+    assert t2d.nonzero().flatten().tolist() == loaded.target_ids.tolist()
 
 
 def test_the_vocabulary_is_made_of_what_answers_use() -> None:

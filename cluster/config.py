@@ -24,7 +24,7 @@ from pydantic_settings import (
 
 from cluster.config_errors import nearest, sentence
 from cluster.errors import ConfigError, show
-from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder
+from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder, drafts_trees
 
 if TYPE_CHECKING:
     from cluster.engine.config import EngineConfig
@@ -66,6 +66,10 @@ class SpeculativeConfig(BaseModel):
     """ngram: shortest suffix that is looked up."""
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
     """ngram: longest suffix that is looked up."""
+    tree_top_k: int = Field(default=1, ge=1, le=32)
+    """Width of trees of drafts, num_speculative_tokens deep; 1 drafts chains."""
+    tree_total_tokens: int = Field(default=60, ge=1, le=256)
+    """Tokens of a tree of drafts that are verified, the best ones."""
     allow_pickle: bool = False
     """Read a draft's pickled weights (*.bin) where it has no safetensors; tensors only, no code."""
 
@@ -76,6 +80,8 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(f"method {self.method} needs 'model', the folder of the draft")
         if folder is DraftFolder.NEVER and self.model is not None:
             raise ValueError(f"method {self.method} takes no draft model; leave 'model' out")
+        if self.tree_top_k > 1 and not drafts_trees(self.method):
+            raise ValueError(f"method {self.method} drafts chains only; leave tree_top_k at 1")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError("prompt_lookup_min must be at most prompt_lookup_max")
         return self
@@ -192,6 +198,8 @@ class TandemConfig(BaseSettings):
             num_speculative_tokens=speculative.num_speculative_tokens,
             ngram_min=speculative.prompt_lookup_min,
             ngram_max=speculative.prompt_lookup_max,
+            tree_top_k=speculative.tree_top_k,
+            tree_total_tokens=speculative.tree_total_tokens,
             allow_pickle=speculative.allow_pickle,
             dtype=engine.dtype,
             block_size=engine.block_size,

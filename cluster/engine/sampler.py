@@ -21,7 +21,7 @@ from cluster.engine.penalties import apply_history, needs_history
 from cluster.engine.truncation import TokenIds, kept_tokens
 
 # Below this the float32 quotient overflows; the choice has long been greedy.
-_LEAST_TEMPERATURE = 1e-6
+LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int] = ()) -> None:
         self.vocab_size = vocab_size
-        self._eos_ids = tuple(eos_ids)
+        self.eos_ids = tuple(eos_ids)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampleResult:
         """`logits` [R, V] float32, V >= vocab_size, one row for each of `rows`. Raises ValueError for other shapes."""
@@ -88,10 +88,10 @@ class Sampler:
     def _choose(self, scores: npt.NDArray[np.float32], row: SampleRow) -> int:
         params = row.params
         if needs_history(params):
-            scores = apply_history(scores, params, row.prompt, (*row.output, *row.drafts), self._eos_ids)
+            scores = apply_history(scores, params, row.prompt, (*row.output, *row.drafts), self.eos_ids)
         if params.temperature <= 0:
             return int(scores.argmax())
-        scores = (scores - scores.max()) / max(params.temperature, _LEAST_TEMPERATURE)
+        scores = (scores - scores.max()) / max(params.temperature, LEAST_TEMPERATURE)
         kept = kept_tokens(scores, params)
         times = arrival_times(row.seed, row.position, self.vocab_size, kept)
         # argmax of p / time, in logarithms; softmax's normaliser is the same for all and is left out.

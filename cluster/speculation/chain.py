@@ -17,6 +17,7 @@ from cluster.core.batch_plan import DraftShape
 from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.engine.penalties import needs_history
 from cluster.engine.sampler import Sampler, SampleRow
+from cluster.speculation.contenders import Contender, contenders
 from cluster.speculation.protocol import DraftTask
 
 
@@ -33,8 +34,12 @@ class DraftChooser:
         self, logits: Tensor, tasks: Sequence[DraftTask], drafts: Sequence[Sequence[int]]
     ) -> tuple[int | None, ...]:
         """Target ids that follow each task's tokens and `drafts`; None where a row of `logits` [R, V] isn't finite."""
-        rows = [_sample_row(task, before) for task, before in zip(tasks, drafts, strict=True)]
+        rows = [sample_row(task, before) for task, before in zip(tasks, drafts, strict=True)]
         return self._sampler.sample(self._over_target_vocabulary(logits), rows).tokens
+
+    def contenders(self, logits: Tensor, rows: Sequence[SampleRow], count: int) -> list[list[Contender]]:
+        """The `count` likeliest tokens, as target ids, after each row of `logits` [R, V]; see `contenders`."""
+        return contenders(self._sampler, self._over_target_vocabulary(logits), rows, count)
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
         if self._target_ids is not None:
@@ -43,7 +48,8 @@ class DraftChooser:
         return F.pad(logits, (0, max(0, self._width - logits.shape[1])), value=-torch.inf)
 
 
-def _sample_row(task: DraftTask, drafts: Sequence[int]) -> SampleRow:
+def sample_row(task: DraftTask, drafts: Sequence[int]) -> SampleRow:
+    """What the target will choose the token after `drafts` with."""
     position = len(task.tokens) + len(drafts)
     params = task.params if task.params.logprobs is None else replace(task.params, logprobs=None)
     if not needs_history(params):
@@ -82,7 +88,7 @@ def draft_chains(
     tasks: Sequence[DraftTask], shape: DraftShape, chooser: DraftChooser, model: ChainModel
 ) -> list[Drafts]:
     """The drafts of each task. Raises ValueError for a task that breaks its contract, before anything is written."""
-    chains = [_start(_within(task, shape.max_positions), shape) for task in tasks]
+    chains = [Chain(task, task.k) for task in (checked(task, shape) for task in tasks)]
     writing = [chain for chain in chains if chain.task.end > chain.task.start]
     going = [chain for chain in writing if chain.width]
     if not writing:
@@ -98,26 +104,25 @@ def draft_chains(
     return [Drafts.chain(chain.drafts) for chain in chains]
 
 
-def _within(task: DraftTask, max_positions: int | None) -> DraftTask:
-    """`task` without what lies past the draft's last position: such slots stay unwritten, and nothing is drafted there,
-    so nothing ever reads them."""
-    if max_positions is None or task.end <= max_positions:
-        return task
-    return replace(task, start=min(task.start, max_positions), end=max_positions, k=0)
-
-
-def _start(task: DraftTask, shape: DraftShape) -> Chain:
-    """The empty chain of `task`: of width k, or less if the draft's last position comes before.
-
-    Drafts 1..k-1 are fed in slots end..end+k-2; the last one isn't fed. Raises ValueError if the task breaks its
-    contract.
+def checked(task: DraftTask, shape: DraftShape) -> DraftTask:
+    """`task` as far as the draft's positions reach: slots past the last one stay unwritten, and nothing is drafted
+    there, so nothing ever reads them. Raises ValueError if the task breaks its contract.
     """
-    known = shape.real_slots(len(task.tokens))
     limit = shape.max_positions
+    if limit is not None and task.end > limit:
+        task = replace(task, start=min(task.start, limit), end=limit, k=0)
+    known = shape.real_slots(len(task.tokens))
     if not 0 <= task.start <= task.end <= known:
         raise ValueError(f"slots [{task.start}, {task.end}) of {task.request_id}: only {known} have real inputs")
     if task.k and (task.end < known or task.start == task.end):
         raise ValueError(
             f"{task.request_id} wants drafts, but its slots [{task.start}, {task.end}) don't end at {known}"
         )
-    return Chain(task, task.k if limit is None else min(task.k, limit - task.end + 1))
+    return replace(task, k=chain_width(task, shape))
+
+
+def chain_width(task: DraftTask, shape: DraftShape) -> int:
+    """How many of the task's k drafts the draft's positions allow. Drafts 1..k-1 are fed in slots end..end+k-2; the
+    last one isn't fed and takes none."""
+    limit = shape.max_positions
+    return task.k if limit is None else min(task.k, limit - task.end + 1)

@@ -35,4 +35,5 @@ def build_eagle3(source: DraftSource) -> RecurrentDrafter:
             of=target.num_layers,
         )
     )
-    return RecurrentDrafter(SpeculationMethod.EAGLE3, head.to(target.device), source.sampler, source.max_drafts)
+    head = head.to(target.device)
+    return RecurrentDrafter(SpeculationMethod.EAGLE3, head, source.sampler, source.max_drafts, source.tree)

@@ -17,6 +17,7 @@ class SpeculationMethod(StrEnum):
     NONE = "none"
     NGRAM = "ngram"
     DRAFT_MODEL = "draft_model"
+    PARD = "pard"
     EAGLE3 = "eagle3"
 
 
@@ -36,12 +37,14 @@ class _PerLayer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """`span` is None if the method has no draft KV, or if its span isn't established: never guess 0."""
+    """`span` is None if the method has no draft KV, or if its span isn't established: never guess 0. `trees`: whether
+    its draft is a head that is fed its own output, from which trees can grow."""
 
     has_draft_kv: bool
     span: int | _PerLayer | None
     reads_target_hidden: bool
     folder: DraftFolder
+    trees: bool = False
 
 
 _TABLE = {
@@ -49,8 +52,9 @@ _TABLE = {
     SpeculationMethod.NGRAM: _Row(False, None, False, DraftFolder.NEVER),
     # Unshifted input: slot i holds token i.
     SpeculationMethod.DRAFT_MODEL: _Row(True, 0, False, DraftFolder.REQUIRED),
+    SpeculationMethod.PARD: _Row(True, 0, False, DraftFolder.REQUIRED),
     # Pair slots: slot i holds (target hidden state i, token i+1).
-    SpeculationMethod.EAGLE3: _Row(True, 1, True, DraftFolder.REQUIRED),
+    SpeculationMethod.EAGLE3: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
 }
 
 
@@ -66,6 +70,11 @@ def draft_kv_lookahead(method: SpeculationMethod, layers: int | None = None) -> 
 def draft_folder(method: SpeculationMethod) -> DraftFolder:
     """Whether the method takes the folder of a draft."""
     return _TABLE[method].folder
+
+
+def drafts_trees(method: SpeculationMethod) -> bool:
+    """Whether the method can draft trees as well as chains."""
+    return _TABLE[method].trees
 
 
 def has_draft_kv(method: SpeculationMethod) -> bool:

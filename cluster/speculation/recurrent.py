@@ -28,6 +28,7 @@ from cluster.speculation.chain import Chain, DraftChooser, draft_chains
 from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead
 from cluster.speculation.protocol import DraftTask, LayerKeysValues
 from cluster.speculation.recompute import WHOLE_SEQUENCE, recomputed
+from cluster.speculation.tree import TreeShape, draft_trees
 
 
 class HiddenHead(Protocol):
@@ -70,7 +71,10 @@ class HiddenHead(Protocol):
 
 
 class RecurrentDrafter:
-    """`sampler` is the target's: its vocabulary decides which tokens exist. `head` is ready for inference."""
+    """`sampler` is the target's: its vocabulary decides which tokens exist. `head` is ready for inference.
+
+    Drafts are chains of at most `max_drafts` tokens, or trees of that depth where `tree` says how wide they are.
+    """
 
     def __init__(
         self,
@@ -78,13 +82,18 @@ class RecurrentDrafter:
         head: HiddenHead,
         sampler: Sampler,
         max_drafts: int,
+        tree: TreeShape | None = None,
         backend: PagedAttention | None = None,
     ) -> None:
         self.method = method
         self.head = head
         self.kv_layout = head.kv_layout
         self.hidden_layers = head.hidden_layers
-        self.shape = DraftShape(coupling_of(method), draft_kv_lookahead(method), max_drafts, head.max_positions)
+        scratch = tree.scratch(max_drafts) if tree else None
+        self.shape = DraftShape(
+            coupling_of(method), draft_kv_lookahead(method), max_drafts, head.max_positions, scratch
+        )
+        self._tree = tree
         self._chooser = DraftChooser(sampler, head.target_ids)
         self._backend = backend or GatherSdpa()
         self._kv: KvTensors | None = None
@@ -95,7 +104,10 @@ class RecurrentDrafter:
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         if self._kv is None:
             raise RuntimeError("no pool is attached")
-        return draft_chains(tasks, self.shape, self._chooser, _HeadPasses(self, self._kv))
+        passes = _HeadPasses(self, self._kv)
+        if self._tree is None:
+            return draft_chains(tasks, self.shape, self._chooser, passes)
+        return draft_trees(tasks, self.shape, self._tree, self._chooser, passes)
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, hidden: Tensor, kv: KvTensors) -> Tensor:
@@ -137,7 +149,8 @@ def slot_states(task: DraftTask) -> Tensor:
 
 
 class _HeadPasses:
-    """The passes of one step. Keeps each chain's last output, which the next pass reads."""
+    """The passes of one step. Keeps the last output of each chain, or of each node of a tree's last level, which the
+    next pass reads."""
 
     def __init__(self, drafter: RecurrentDrafter, kv: KvTensors) -> None:
         self._drafter = drafter
@@ -164,3 +177,7 @@ class _HeadPasses:
         output = self._drafter.run(pack(rows, self._kv), self._outputs[places], self._kv)
         self._outputs[places] = output
         return self._drafter.logits(output)
+
+    def grow(self, rows: Sequence[PagedRow], parents: Sequence[int]) -> Tensor:
+        self._outputs = self._drafter.run(pack(rows, self._kv), self._outputs[list(parents)], self._kv)
+        return self._drafter.logits(self._outputs)

@@ -14,6 +14,7 @@ from cluster.engine.model import LoadedModel
 from cluster.engine.sampler import Sampler
 from cluster.engine.tokenizer import Tokenizer
 from cluster.errors import ModelLoadError
+from cluster.speculation.tree import TreeShape
 
 # Embeddings are padded to multiples of up to 512 rows, by each side in its own way.
 _MOST_PADDING = 1024
@@ -34,6 +35,12 @@ class DraftSource:
     def max_drafts(self) -> int:
         """K, as configured."""
         return self.config.num_speculative_tokens
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """How wide trees of drafts are, as configured; None for chains."""
+        wide = self.config.tree_top_k > 1
+        return TreeShape(self.config.tree_top_k, self.config.tree_total_tokens) if wide else None
 
     def check_vocabulary(self, draft_size: int, mask: int | None = None) -> None:
         """Refuse a draft of `draft_size` token ids whose ids mean something else than the target's.

@@ -46,33 +46,34 @@ class ModelDrafter:
         self.shape = DraftShape(
             coupling_of(self.method), draft_kv_lookahead(self.method), max_drafts, loaded.max_positions
         )
-        self._chooser = DraftChooser(sampler)
+        self.chooser = DraftChooser(sampler)
         self._paged: PagedModel | None = None
 
     def attach(self, kv: KvTensors) -> None:
         self._paged = PagedModel(self.loaded, kv)
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
-        return draft_chains(tasks, self.shape, self._chooser, self)
+        return draft_chains(tasks, self.shape, self.chooser, self)
 
     def begin(self, tasks: Sequence[DraftTask], drafting: Sequence[int]) -> Tensor:
         rows = [PagedRow(task.tokens[task.start : task.end], task.start, task.block_table, task.held) for task in tasks]
-        return self._run(rows, drafting)
+        return self.run(rows, [int(i in drafting) for i in range(len(rows))])
 
     def feed(self, chains: Sequence[Chain]) -> Tensor:
         rows = [
             PagedRow(chain.drafts[-1:], chain.task.end + len(chain.drafts) - 1, chain.task.block_table)
             for chain in chains
         ]
-        return self._run(rows, range(len(rows)))
+        return self.run(rows, [1] * len(rows))
 
-    def _run(self, rows: Sequence[PagedRow], wanted: Sequence[int]) -> Tensor:
-        """Write the rows' KV; logits [len(wanted), V] after the last token of the rows at `wanted`."""
+    def run(self, rows: Sequence[PagedRow], tails: Sequence[int]) -> Tensor:
+        """Write the rows' KV; logits [sum(tails), V] after each of the last `tails[i]` tokens of row i."""
         if self._paged is None:
             raise RuntimeError("no pool is attached")
         batch = pack(rows, self._paged.kv)
-        last = [batch.rows[i].offset + batch.rows[i].length - 1 for i in wanted]
-        index = torch.tensor(last, dtype=torch.long, device=self.loaded.device)
+        ends = [row.offset + row.length for row in batch.rows]
+        wanted = [i for end, tail in zip(ends, tails, strict=True) for i in range(end - tail, end)]
+        index = torch.tensor(wanted, dtype=torch.long, device=self.loaded.device)
         return self._paged.forward(batch, index).logits
 
     def forget(self, request_id: str) -> None:

@@ -14,6 +14,7 @@ from cluster.speculation.draft_model import build_draft_model
 from cluster.speculation.eagle3 import build_eagle3
 from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder
 from cluster.speculation.ngram import build_ngram
+from cluster.speculation.pard import build_pard
 from cluster.speculation.protocol import Drafter
 from cluster.speculation.source import DraftSource
 from cluster.speculation.span_check import check_span
@@ -21,6 +22,7 @@ from cluster.speculation.span_check import check_span
 _BUILDERS: dict[SpeculationMethod, Callable[[DraftSource], Drafter]] = {
     SpeculationMethod.NGRAM: build_ngram,
     SpeculationMethod.DRAFT_MODEL: build_draft_model,
+    SpeculationMethod.PARD: build_pard,
     SpeculationMethod.EAGLE3: build_eagle3,
 }
 

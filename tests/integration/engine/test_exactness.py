@@ -1,6 +1,6 @@
 """Greedy float32 output is the same tokens whatever the engine does to be fast: the whole matrix against transformers.
 
-{none, ngram, draft_model, eagle3} x {reuse on, off} x {chunk 16, 64, unchunked} x {alone, 8 in a batch} x {roomy
+{every method} x {reuse on, off} x {chunk 16, 64, unchunked} x {alone, 8 in a batch} x {roomy
 pools, pools so small that requests are preempted}. Where the two best logits nearly tie, rounding may choose either;
 such places are counted, and there may be one in 10,000 tokens.
 """
@@ -26,7 +26,7 @@ from tests.integration.engine.support import (
 MAX_TOKENS = 20
 SAMPLING = greedy(MAX_TOKENS, ignore_eos=True)
 # Bytes of KV per token in both pools. 46 blocks of 4 hold the longest of the eight requests (45), but not two of them.
-BYTES_PER_TOKEN = {"none": 2048, "ngram": 2048, "draft_model": 2560, "eagle3": 2560}
+BYTES_PER_TOKEN = {"none": 2048, "ngram": 2048, "draft_model": 2560, "pard": 2560, "eagle3": 2560}
 TIGHT_BLOCKS, TIGHT_BLOCK_SIZE = 46, 4
 
 

@@ -7,6 +7,7 @@ import pytest
 from cluster.engine.audit import PoolAudit, PublishedSequence
 from cluster.engine.engine import Engine
 from cluster.engine.events import EngineRequest
+from cluster.speculation.lookahead import SpeculationMethod, has_draft_kv
 from tests.integration.engine.support import METHODS, eight_prompts, greedy, make_engine, requests
 
 SAMPLING = greedy(24, ignore_eos=True)
@@ -41,13 +42,13 @@ def by_pool(results: list[PoolAudit]) -> dict[str, PoolAudit]:
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("chunk", [7, 64, None])
 @pytest.mark.parametrize("method", METHODS)
-def test_published_kv_is_what_one_forward_computes(method: str, chunk: int | None, tight: bool) -> None:
+def test_published_kv_is_what_one_forward_computes(method: SpeculationMethod, chunk: int | None, tight: bool) -> None:
     kv_bytes = 72 * 4 * 2560 if tight else 4 << 20
     engine = make_engine(method, chunk=chunk, kv_bytes=kv_bytes, block_size=4)
     sequences = run_schedule(engine, seed=chunk or 0)
     assert (engine.stats().preemptions > 0) == tight
     results = engine.audit(sequences)
-    expected = {"target", "draft"} if method in ("draft_model", "eagle3") else {"target"}
+    expected = {"target", "draft"} if has_draft_kv(method) else {"target"}
     assert by_pool(results).keys() == expected
     for result in results:
         assert result.compared > 100, result

@@ -16,6 +16,7 @@ from cluster.speculation.lookahead import SpeculationMethod, joint_reuse_eligibl
 from tests.fixtures.prompts import (
     TINY_DRAFT,
     TINY_EAGLE3,
+    TINY_PARD,
     TINY_TARGET,
     Prompt,
     chat_turns,
@@ -103,7 +104,12 @@ def test_a_seed_gives_the_same_tokens_with_every_method() -> None:
 
 
 # Tokens a step that the tiny drafts reach at least, chains of 3; see the figures in docs/benchmarks.md.
-BOUNDS = {SpeculationMethod.NGRAM: 1.02, SpeculationMethod.DRAFT_MODEL: 1.6, SpeculationMethod.EAGLE3: 1.8}
+BOUNDS = {
+    SpeculationMethod.NGRAM: 1.02,
+    SpeculationMethod.DRAFT_MODEL: 1.6,
+    SpeculationMethod.PARD: 2.3,
+    SpeculationMethod.EAGLE3: 1.8,
+}
 
 
 @pytest.mark.parametrize("method", DRAFTING)
@@ -116,10 +122,17 @@ def test_tiny_drafts_are_accepted(method: SpeculationMethod) -> None:
     assert length is not None and length >= BOUNDS[method]
 
 
-@pytest.mark.parametrize("method", [SpeculationMethod.DRAFT_MODEL, SpeculationMethod.EAGLE3])
+SHORTENED = {
+    SpeculationMethod.DRAFT_MODEL: TINY_DRAFT,
+    SpeculationMethod.PARD: TINY_PARD,
+    SpeculationMethod.EAGLE3: TINY_EAGLE3,
+}
+
+
+@pytest.mark.parametrize("method", SHORTENED)
 def test_beyond_the_drafts_last_position_the_target_goes_on_alone(method: SpeculationMethod, tmp_path: Path) -> None:
     """A draft that can hold 50 positions: longer requests, reused ones too, give the same tokens without drafts."""
-    draft = Path(shutil.copytree(TINY_EAGLE3 if method is SpeculationMethod.EAGLE3 else TINY_DRAFT, tmp_path / "short"))
+    draft = Path(shutil.copytree(SHORTENED[method], tmp_path / "short"))
     config = json.loads((draft / "config.json").read_text())
     (config.get("transformer_layer_config") or config)["max_position_embeddings"] = 50
     (draft / "config.json").write_text(json.dumps(config))

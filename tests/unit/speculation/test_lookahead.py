@@ -15,6 +15,7 @@ EXPECTED = {
     "none": (None, Coupling.NONE),
     "ngram": (None, Coupling.NONE),
     "draft_model": (0, Coupling.INDEPENDENT),
+    "pard": (0, Coupling.INDEPENDENT),
     "eagle3": (1, Coupling.JOINT),
 }
 

@@ -91,12 +91,11 @@ class DecoderShape:
         return KvLayout((LayerKv(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers, dtype)
 
 
-class Rotary(nn.Module):
-    """Rotary angles of any of the known kinds, computed in float32."""
+class Rotary:
+    """Rotary angles of any of the known kinds. No module, so that its frequencies stay in float32 with any weights."""
 
     def __init__(self, shape: DecoderShape) -> None:
-        super().__init__()
-        self._angles = LlamaRotaryEmbedding(
+        angles: Any = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=shape.num_heads * shape.head_dim,
                 num_attention_heads=shape.num_heads,
@@ -106,10 +105,14 @@ class Rotary(nn.Module):
             )
         )
 
-    def forward(self, like: Tensor, positions: Tensor) -> Rotation:
+        self._frequencies: Tensor = angles.inv_freq
+        self._scale: float = angles.attention_scaling
+
+    def __call__(self, like: Tensor, positions: Tensor) -> Rotation:
         """For `positions` [T], in the type and on the device of `like`."""
-        cos, sin = self._angles(like, positions.unsqueeze(0))
-        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        self._frequencies = self._frequencies.to(like.device)
+        angles = (positions.float().unsqueeze(1) * self._frequencies).repeat(1, 2).unsqueeze(1)
+        return (angles.cos() * self._scale).to(like.dtype), (angles.sin() * self._scale).to(like.dtype)
 
 
 class Norm(nn.Module):
@@ -139,12 +142,18 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
+    def keys_values(self, entering: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """What is kept of rows [T, width]: keys and values [T, kv_heads, head_dim]."""
+        k, v = self._heads(self.k_proj(entering)), self._heads(self.v_proj(entering))
+        return _rotate(k if self.k_norm is None else self.k_norm(k), rotation), v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self._head_dim)
+
     def forward(self, entering: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
-        rows = (entering.shape[0], -1, self._head_dim)
-        q, k, v = (project(entering).view(rows) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        q = self._heads(self.q_proj(entering))
+        q = _rotate(q if self.q_norm is None else self.q_norm(q), rotation)
+        k, v = self.keys_values(entering, rotation)
         attended = plan.run(self._index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self._spec)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output

@@ -203,3 +203,12 @@ def test_an_output_matrix_is_borrowed_for_the_whole_vocabulary_only(tmp_path: Pa
     assert torch.equal(load(tmp_path).lm_head.weight, borrowed().embedding)
     (tmp_path / "config.json").write_text(json.dumps(DOCUMENT))
     assert "lacks tensor lm_head.weight, 20 rows of 32" in refusal(tmp_path)
+
+
+def test_positions_keep_their_precision_in_half_the_bits() -> None:
+    """Angles of far positions come from float32 frequencies, whatever the type of the weights."""
+    head, positions = random_head(), torch.tensor([0, 1, 1999])
+    exact = head.rotary(torch.zeros(1), positions)
+    rough = head.to(torch.bfloat16).rotary(torch.zeros(1, dtype=torch.bfloat16), positions)
+    for half, full in zip(rough, exact, strict=True):
+        assert torch.equal(half, full.to(torch.bfloat16))

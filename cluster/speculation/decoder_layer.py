@@ -147,9 +147,6 @@ class Attention(nn.Module):
         k, v = self._heads(self.k_proj(entering)), self._heads(self.v_proj(entering))
         return _rotate(k if self.k_norm is None else self.k_norm(k), rotation), v
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], -1, self._head_dim)
-
     def forward(self, entering: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         q = self._heads(self.q_proj(entering))
         q = _rotate(q if self.q_norm is None else self.q_norm(q), rotation)
@@ -157,6 +154,9 @@ class Attention(nn.Module):
         attended = plan.run(self._index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self._spec)
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self._head_dim)
 
 
 class Mlp(nn.Module):

@@ -10,7 +10,9 @@ from cluster.engine.config import EngineConfig
 from cluster.engine.model import LoadedModel
 from cluster.engine.sampler import Sampler
 from cluster.errors import ConfigError
+from cluster.speculation.dflash import build_dflash
 from cluster.speculation.draft_model import build_draft_model
+from cluster.speculation.eagle import build_eagle
 from cluster.speculation.eagle3 import build_eagle3
 from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder
 from cluster.speculation.ngram import build_ngram
@@ -23,6 +25,8 @@ _BUILDERS: dict[SpeculationMethod, Callable[[DraftSource], Drafter]] = {
     SpeculationMethod.NGRAM: build_ngram,
     SpeculationMethod.DRAFT_MODEL: build_draft_model,
     SpeculationMethod.PARD: build_pard,
+    SpeculationMethod.DFLASH: build_dflash,
+    SpeculationMethod.EAGLE: build_eagle,
     SpeculationMethod.EAGLE3: build_eagle3,
 }
 

@@ -18,6 +18,8 @@ class SpeculationMethod(StrEnum):
     NGRAM = "ngram"
     DRAFT_MODEL = "draft_model"
     PARD = "pard"
+    DFLASH = "dflash"
+    EAGLE = "eagle"
     EAGLE3 = "eagle3"
 
 
@@ -53,7 +55,10 @@ _TABLE = {
     # Unshifted input: slot i holds token i.
     SpeculationMethod.DRAFT_MODEL: _Row(True, 0, False, DraftFolder.REQUIRED),
     SpeculationMethod.PARD: _Row(True, 0, False, DraftFolder.REQUIRED),
+    # Slot i holds what the draft's layers make of target hidden state i.
+    SpeculationMethod.DFLASH: _Row(True, 0, True, DraftFolder.REQUIRED),
     # Pair slots: slot i holds (target hidden state i, token i+1).
+    SpeculationMethod.EAGLE: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
     SpeculationMethod.EAGLE3: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
 }
 

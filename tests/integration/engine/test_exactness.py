@@ -26,7 +26,15 @@ from tests.integration.engine.support import (
 MAX_TOKENS = 20
 SAMPLING = greedy(MAX_TOKENS, ignore_eos=True)
 # Bytes of KV per token in both pools. 46 blocks of 4 hold the longest of the eight requests (45), but not two of them.
-BYTES_PER_TOKEN = {"none": 2048, "ngram": 2048, "draft_model": 2560, "pard": 2560, "eagle3": 2560}
+BYTES_PER_TOKEN = {
+    "none": 2048,
+    "ngram": 2048,
+    "draft_model": 2560,
+    "pard": 2560,
+    "dflash": 3072,
+    "eagle": 2560,
+    "eagle3": 2560,
+}
 TIGHT_BLOCKS, TIGHT_BLOCK_SIZE = 46, 4
 
 

@@ -15,6 +15,7 @@ from cluster.engine.events import RequestEvent
 from cluster.speculation.lookahead import SpeculationMethod, joint_reuse_eligible
 from tests.fixtures.prompts import (
     TINY_DRAFT,
+    TINY_EAGLE,
     TINY_EAGLE3,
     TINY_PARD,
     TINY_TARGET,
@@ -108,6 +109,7 @@ BOUNDS = {
     SpeculationMethod.NGRAM: 1.02,
     SpeculationMethod.DRAFT_MODEL: 1.6,
     SpeculationMethod.PARD: 2.3,
+    SpeculationMethod.EAGLE: 1.8,
     SpeculationMethod.EAGLE3: 1.8,
 }
 
@@ -125,6 +127,7 @@ def test_tiny_drafts_are_accepted(method: SpeculationMethod) -> None:
 SHORTENED = {
     SpeculationMethod.DRAFT_MODEL: TINY_DRAFT,
     SpeculationMethod.PARD: TINY_PARD,
+    SpeculationMethod.EAGLE: TINY_EAGLE,
     SpeculationMethod.EAGLE3: TINY_EAGLE3,
 }
 

@@ -16,6 +16,8 @@ EXPECTED = {
     "ngram": (None, Coupling.NONE),
     "draft_model": (0, Coupling.INDEPENDENT),
     "pard": (0, Coupling.INDEPENDENT),
+    "dflash": (0, Coupling.JOINT),
+    "eagle": (1, Coupling.JOINT),
     "eagle3": (1, Coupling.JOINT),
 }
 

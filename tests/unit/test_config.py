@@ -143,10 +143,11 @@ def test_a_wrong_secret_is_refused_without_repeating_it(options: dict[str, Any],
 
 def test_the_engine_gets_what_was_set() -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    speculative |= {"allow_pickle": True}
     engine = {"chunk": None, "max_model_len": 512, "reuse": False, "kv_cache_bytes": "1MiB", "draft_block_size": 8}
     made = load_config({"model": "/m", "speculative": speculative, "engine": engine}).to_engine_config()
     assert (made.model, made.draft, made.method, made.num_speculative_tokens) == (Path("/m"), None, "ngram", 4)
-    assert (made.ngram_min, made.ngram_max, made.chunk, made.max_len) == (2, 3, None, 512)
+    assert (made.ngram_min, made.ngram_max, made.allow_pickle, made.chunk, made.max_len) == (2, 3, True, None, 512)
     assert (made.enable_reuse, made.kv_bytes, made.draft_block_size) == (False, 1 << 20, 8)
 
 

@@ -14,6 +14,7 @@ from cluster.engine.engine import Engine
 from cluster.engine.events import RequestEvent
 from cluster.speculation.lookahead import SpeculationMethod, joint_reuse_eligible
 from tests.fixtures.prompts import (
+    TINY_DFLASH,
     TINY_DRAFT,
     TINY_EAGLE,
     TINY_EAGLE3,
@@ -109,6 +110,7 @@ BOUNDS = {
     SpeculationMethod.NGRAM: 1.02,
     SpeculationMethod.DRAFT_MODEL: 1.6,
     SpeculationMethod.PARD: 2.3,
+    SpeculationMethod.DFLASH: 2.0,
     SpeculationMethod.EAGLE: 1.8,
     SpeculationMethod.EAGLE3: 1.8,
 }
@@ -127,6 +129,7 @@ def test_tiny_drafts_are_accepted(method: SpeculationMethod) -> None:
 SHORTENED = {
     SpeculationMethod.DRAFT_MODEL: TINY_DRAFT,
     SpeculationMethod.PARD: TINY_PARD,
+    SpeculationMethod.DFLASH: TINY_DFLASH,
     SpeculationMethod.EAGLE: TINY_EAGLE,
     SpeculationMethod.EAGLE3: TINY_EAGLE3,
 }

@@ -148,7 +148,9 @@ def test_drafting_stops_at_the_drafts_last_position(method: SpeculationMethod) -
     end = Sequenced(drafter, tokens, ()).end
     for room, count in ((0, 1), (1, 2), (2, 3), (5, 3)):
         drafter.shape = replace(drafter.shape, max_positions=end + room)
-        assert Sequenced(drafter, tokens, scattered_blocks(1)).propose() == free[:count]
+        # A block of masks that see each other drafts as a whole or not at all.
+        fits = drafter.shape.scratch is None or room >= drafter.shape.scratch
+        assert Sequenced(drafter, tokens, scattered_blocks(1)).propose() == (free[:count] if fits else ())
 
 
 @methods

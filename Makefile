@@ -54,11 +54,12 @@ serve: $(VENV)/.base $(VENV)/.weights  ## serve the demo model (or MODEL=folder)
 bench: $(VENV)/.base $(VENV)/.weights  ## measure the engine against transformers' generate()
 	$(BIN)/tandem bench engine $(ARGS)
 
-# Engines to measure against, each in an environment of its own. The wheel of vLLM asks for CUDA builds of torch's
-# companions, which break the CPU build; SGLang's radix cache needs none of what SGLang asks for but torch.
+# What Tandem is measured against or compared with, each in an environment of its own. The wheel of vLLM asks for CUDA
+# builds of torch's companions, which break the CPU build; SGLang's radix cache needs none of what SGLang asks for but
+# torch; speculators' models need no companion of torch either.
 PEERS       := .peers
 
-peers: $(PEERS)/vllm/.ready $(PEERS)/sglang/.ready  ## install what `tandem bench core` compares with (4.5 GB)
+peers: $(PEERS)/vllm/.ready $(PEERS)/sglang/.ready $(PEERS)/speculators/.ready  ## install what benchmarks and tests compare with (6 GB)
 
 $(PEERS)/vllm/.ready: cluster/bench/peer_scripts/vllm-requirements.txt
 	$(PYTHON) -m venv $(PEERS)/vllm
@@ -73,6 +74,14 @@ $(PEERS)/sglang/.ready: cluster/bench/peer_scripts/sglang-requirements.txt
 	$(PEERS)/sglang/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0'
 	$(PEERS)/sglang/bin/python -m pip install --quiet msgspec numpy packaging
 	$(PEERS)/sglang/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
+$(PEERS)/speculators/.ready: cluster/bench/peer_scripts/speculators-requirements.txt
+	$(PYTHON) -m venv $(PEERS)/speculators
+	$(PEERS)/speculators/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0'
+	$(PEERS)/speculators/bin/python -m pip install --quiet 'transformers==5.19.0' 'hs-connectors==0.9.0' 'datasets==5.1.0' openai loguru \
+		pydantic-settings protobuf psutil rich typer httpx numpy
+	$(PEERS)/speculators/bin/python -m pip install --quiet --no-deps --requirement $<
 	@touch $@
 
 # --- checking ---------------------------------------------------------------------------------------------------

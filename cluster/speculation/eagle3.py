@@ -6,6 +6,7 @@ Called by the factory. How the head drafts is `cluster.speculation.recurrent`'s.
 from __future__ import annotations
 
 import logging
+from typing import TypeVar
 
 from cluster.observe.logging import event
 from cluster.speculation.borrowed import BorrowedWeights
@@ -16,12 +17,20 @@ from cluster.speculation.source import DraftSource
 
 _log = logging.getLogger(__name__)
 
+_Head = TypeVar("_Head", bound=Eagle3Head)
+
 
 def build_eagle3(source: DraftSource) -> RecurrentDrafter:
     """The head in the source's folder as a drafter. Raises ModelLoadError if it can't be loaded or doesn't fit."""
+    head = load_head(source, Eagle3Head)
+    return RecurrentDrafter(SpeculationMethod.EAGLE3, head, source.sampler, source.max_drafts, source.tree)
+
+
+def load_head(source: DraftSource, kind: type[_Head]) -> _Head:
+    """The head of the source's folder, checked against its target. Raises ModelLoadError if it doesn't fit."""
     target = source.target
     borrowed = BorrowedWeights.of(target.model)
-    head = Eagle3Head.load(source.folder, borrowed, target.dtype, target.num_layers, source.config.allow_pickle)
+    head = kind.load(source.folder, borrowed, target.dtype, target.num_layers, source.config.allow_pickle)
     config = head.config
     source.check_hidden("EAGLE3 head", config.target_hidden_size, head.hidden_layers)
     source.check_rows(config.vocab_size)
@@ -35,5 +44,4 @@ def build_eagle3(source: DraftSource) -> RecurrentDrafter:
             of=target.num_layers,
         )
     )
-    head = head.to(target.device)
-    return RecurrentDrafter(SpeculationMethod.EAGLE3, head, source.sampler, source.max_drafts, source.tree)
+    return head.to(target.device)

@@ -48,7 +48,7 @@ class Dialect:
 
 
 # speculators' own code counts `hidden_states`; SGLang and TensorRT-LLM, for which the others were made, layer outputs.
-SPECULATORS = Dialect("speculators", ("Eagle3Speculator", "Eagle3DraftModel"))
+SPECULATORS = Dialect("speculators", ("Eagle3Speculator", "Eagle3DraftModel", "PEagleSpeculator", "PEagleDraftModel"))
 SPECFORGE = Dialect("specforge", ("LlamaForCausalLMEagle3",))  # ModelOpt's too
 ANGELSLIM = Dialect("angelslim", ("Eagle3LlamaForCausalLM",), one_layer=True)
 OFFICIAL = Dialect("official", ("LlamaForCausalLM",), one_layer=True, skips_equal_fc=True)
@@ -92,5 +92,6 @@ def with_our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for pattern, replacement in _RENAMED:
             name = pattern.sub(replacement, name)
         if not _UNUSED.match(name):
-            renamed[name] = tensor
+            # P-EAGLE's mask state is written with one or two leading dimensions.
+            renamed[name] = tensor.flatten() if name == "mask_hidden" else tensor
     return renamed

@@ -12,6 +12,7 @@ place of h_i.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,7 @@ class Eagle3Head(nn.Module):
         dtype: torch.dtype,
         target_layers: int | None = None,
         allow_pickle: bool = False,
-    ) -> Eagle3Head:
+    ) -> Self:
         """Loads the checkpoint in `folder`, of any dialect, in `dtype`, ready for inference.
 
         What it has no embedding or output matrix for is `borrowed`. `target_layers` is needed only where the config

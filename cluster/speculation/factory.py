@@ -17,6 +17,7 @@ from cluster.speculation.eagle3 import build_eagle3
 from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder
 from cluster.speculation.ngram import build_ngram
 from cluster.speculation.pard import build_pard
+from cluster.speculation.peagle import build_peagle
 from cluster.speculation.protocol import Drafter
 from cluster.speculation.source import DraftSource
 from cluster.speculation.span_check import check_span
@@ -28,6 +29,7 @@ _BUILDERS: dict[SpeculationMethod, Callable[[DraftSource], Drafter]] = {
     SpeculationMethod.DFLASH: build_dflash,
     SpeculationMethod.EAGLE: build_eagle,
     SpeculationMethod.EAGLE3: build_eagle3,
+    SpeculationMethod.PEAGLE: build_peagle,
 }
 
 

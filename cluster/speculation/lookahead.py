@@ -21,6 +21,7 @@ class SpeculationMethod(StrEnum):
     DFLASH = "dflash"
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
+    PEAGLE = "peagle"
 
 
 class DraftFolder(Enum):
@@ -60,6 +61,7 @@ _TABLE = {
     # Pair slots: slot i holds (target hidden state i, token i+1).
     SpeculationMethod.EAGLE: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
     SpeculationMethod.EAGLE3: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
+    SpeculationMethod.PEAGLE: _Row(True, 1, True, DraftFolder.REQUIRED),
 }
 
 

@@ -14,16 +14,7 @@ from cluster.engine.engine import Engine
 from cluster.engine.events import EngineRequest, RequestEvent
 from cluster.engine.tokenizer import Tokenizer
 from cluster.speculation.lookahead import SpeculationMethod
-from tests.fixtures.prompts import (
-    TINY_DFLASH,
-    TINY_DRAFT,
-    TINY_EAGLE,
-    TINY_EAGLE3,
-    TINY_PARD,
-    TINY_TARGET,
-    mixed_prompts,
-    shared_system_prompts,
-)
+from tests.fixtures.prompts import TINY_DRAFTS, TINY_TARGET, mixed_prompts, shared_system_prompts
 
 ROOMY = 4 << 20
 METHODS = tuple(SpeculationMethod)
@@ -48,17 +39,10 @@ def make_engine(
 ) -> Engine:
     """An engine over the tiny models, chains of 3."""
     torch.set_num_threads(1)
-    folders = {
-        "draft_model": TINY_DRAFT,
-        "pard": TINY_PARD,
-        "dflash": TINY_DFLASH,
-        "eagle": TINY_EAGLE,
-        "eagle3": TINY_EAGLE3,
-    }
     return Engine(
         EngineConfig(
             model=TINY_TARGET,
-            draft=draft or folders.get(method),
+            draft=draft or TINY_DRAFTS.get(method),
             method=SpeculationMethod(method),
             num_speculative_tokens=3,
             block_size=block_size,

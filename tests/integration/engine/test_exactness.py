@@ -34,6 +34,7 @@ BYTES_PER_TOKEN = {
     "dflash": 3072,
     "eagle": 2560,
     "eagle3": 2560,
+    "peagle": 3072,
 }
 TIGHT_BLOCKS, TIGHT_BLOCK_SIZE = 46, 4
 

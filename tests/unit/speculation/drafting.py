@@ -20,24 +20,10 @@ from cluster.speculation.factory import load_drafter
 from cluster.speculation.lookahead import SpeculationMethod
 from cluster.speculation.protocol import Drafter, DraftTask, LayerKeysValues
 from cluster.speculation.recompute import recompute_model
-from tests.fixtures.prompts import (
-    TINY_DFLASH,
-    TINY_DRAFT,
-    TINY_EAGLE,
-    TINY_EAGLE3,
-    TINY_PARD,
-    TINY_TARGET,
-    mixed_prompts,
-)
+from tests.fixtures.prompts import TINY_DRAFTS, TINY_TARGET, mixed_prompts
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
-FOLDERS = {
-    SpeculationMethod.DRAFT_MODEL: TINY_DRAFT,
-    SpeculationMethod.PARD: TINY_PARD,
-    SpeculationMethod.DFLASH: TINY_DFLASH,
-    SpeculationMethod.EAGLE: TINY_EAGLE,
-    SpeculationMethod.EAGLE3: TINY_EAGLE3,
-}
+FOLDERS = {SpeculationMethod(method): folder for method, folder in TINY_DRAFTS.items()}
 KV_METHODS = tuple(FOLDERS)
 BLOCK_SIZE = 8
 NUM_BLOCKS = 64

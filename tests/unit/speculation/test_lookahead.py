@@ -19,6 +19,7 @@ EXPECTED = {
     "dflash": (0, Coupling.JOINT),
     "eagle": (1, Coupling.JOINT),
     "eagle3": (1, Coupling.JOINT),
+    "peagle": (1, Coupling.JOINT),
 }
 
 

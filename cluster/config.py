@@ -62,6 +62,8 @@ class SpeculativeConfig(BaseModel):
     """Folder of the draft (safetensors), for the methods that need one."""
     num_speculative_tokens: int = Field(default=3, ge=1, le=16)
     """Tokens drafted in each step."""
+    adaptive_length: bool = False
+    """Draft fewer tokens, down to none, where recent acceptance and measured times don't pay for more."""
     prompt_lookup_min: int = Field(default=1, ge=1, le=16)
     """ngram: shortest suffix that is looked up."""
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
@@ -198,6 +200,7 @@ class TandemConfig(BaseSettings):
             num_speculative_tokens=speculative.num_speculative_tokens,
             ngram_min=speculative.prompt_lookup_min,
             ngram_max=speculative.prompt_lookup_max,
+            adaptive_length=speculative.adaptive_length,
             tree_top_k=speculative.tree_top_k,
             tree_total_tokens=speculative.tree_total_tokens,
             allow_pickle=speculative.allow_pickle,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.core.draft_costs import DraftCosts
+
 
 @dataclass(slots=True)
 class Acceptance:
@@ -56,18 +58,16 @@ class AdaptiveDraftLength:
     """The K with the most tokens per unit of time.
 
     A step that verifies K drafts with acceptance rate a yields (1 - a^(K+1)) / (1 - a) tokens on average (Leviathan
-    et al. 2023, eq. 1). Its time, in units of a step without drafts, is 1 + K * (draft_cost + token_cost * running):
-    the drafter runs K times for the whole batch, and each row brings K more tokens to the target. `draft_cost` and
-    `token_cost` depend on models and machine; measure them. Where K is 0, one draft is tried every `retry` steps, to
-    see whether times changed."""
+    et al. 2023, eq. 1). Its time, in units of a step without drafts, is 1 + K * costs.per_draft(running): the drafter
+    runs K times for the whole batch, and each row brings K more tokens to the target. Where K is 0, one draft is tried
+    every `retry` steps, to see whether times changed."""
 
-    draft_cost: float = 0.08
-    token_cost: float = 0.01
+    costs: DraftCosts
     retry: int = 32
 
     def choose(self, acceptance: Acceptance, running: int, most: int) -> int:
         rate = min(acceptance.rate, 0.999)
-        marginal = self.draft_cost + self.token_cost * running
+        marginal = self.costs.per_draft(running)
         best, highest, tokens = 0, 1.0, 1.0
         for length in range(1, most + 1):
             tokens += rate**length

@@ -12,6 +12,8 @@ import torch
 
 from cluster.core.admission import Admission
 from cluster.core.batch_plan import AdmissionLimits, DraftShape
+from cluster.core.draft_costs import MeasuredCosts
+from cluster.core.draft_length import AdaptiveDraftLength
 from cluster.core.paired_cache import Coupling, PairedCache, PoolSpec, split_budget
 from cluster.engine.audit import KvAuditor
 from cluster.engine.config import EngineConfig
@@ -56,13 +58,14 @@ def assemble(config: EngineConfig) -> Assembly:
     cache = _pair(config, target, drafter, kv)
     limits = _limits(config, target, kv["target"])
     shape = drafter.shape if drafter else DraftShape(Coupling.NONE, None, 0)
+    costs = MeasuredCosts()
     return Assembly(
         target=target,
         tokenizer=tokenizer,
         drafter=drafter,
         cache=cache,
-        admission=Admission(cache, limits, shape),
-        runner=StepRunner(PagedModel(target, kv["target"]), sampler, drafter, kv.get("draft")),
+        admission=Admission(cache, limits, shape, AdaptiveDraftLength(costs) if config.adaptive_length else None),
+        runner=StepRunner(PagedModel(target, kv["target"]), sampler, drafter, kv.get("draft"), costs),
         auditor=KvAuditor(target, drafter, cache, kv),
         kv=kv,
         max_len=limits.max_len,

@@ -15,8 +15,8 @@ class EngineConfig:
     `kv_bytes` is the one budget that the target's and the draft's pool share. `chunk` bounds the prompt tokens a
     request computes in one step (None: only `token_budget` bounds them). `max_len` bounds prompt plus output; None
     means the model's own limit. `num_speculative_tokens` is the length of a chain of drafts, or the depth of a tree
-    where `tree_top_k` is above 1. `allow_pickle` lets a draft's pickled weights be read, by torch's unpickler of
-    tensors.
+    where `tree_top_k` is above 1; with `adaptive_length` it is the most. `allow_pickle` lets a draft's pickled weights
+    be read, by torch's unpickler of tensors.
     """
 
     model: Path
@@ -36,6 +36,7 @@ class EngineConfig:
     audit: bool = False
     ngram_min: int = 2
     ngram_max: int = 4
+    adaptive_length: bool = False
     tree_top_k: int = 1
     tree_total_tokens: int = 60
     allow_pickle: bool = False

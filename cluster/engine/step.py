@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from cluster.core.batch_plan import RowPlan, StepPlan
+from cluster.core.draft_costs import MeasuredCosts
 from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.paired_cache import CacheHandle
 from cluster.engine.batch import PackedBatch, PagedRow, ancestor_mask, pack
@@ -54,26 +56,45 @@ class RowOutcome:
 
 
 class StepRunner:
-    """Runs plans on the target and the drafter. `draft_kv` is None without a draft pool."""
+    """Runs plans on the target and the drafter. `draft_kv` is None without a draft pool; `costs` learn from every
+    step."""
 
     def __init__(
-        self, target: PagedModel, sampler: Sampler, drafter: Drafter | None, draft_kv: KvTensors | None
+        self,
+        target: PagedModel,
+        sampler: Sampler,
+        drafter: Drafter | None,
+        draft_kv: KvTensors | None,
+        costs: MeasuredCosts | None = None,
     ) -> None:
         self._target = target
         self._sampler = sampler
         self._drafter = drafter
+        self._costs = costs
         self._kv = {"target": target.kv} if draft_kv is None else {"target": target.kv, "draft": draft_kv}
 
     def run(self, plan: StepPlan, outputs: Mapping[str, RequestOutput]) -> list[RowOutcome]:
         """Carry out `plan`; one outcome per row, in order. `outputs` of rows that yield tokens advance."""
         for copy in plan.copies:
             self._kv[copy.pool].copy_block(copy.src, copy.dst, copy.units)
+        began = perf_counter()
         batch = pack([_target_row(row) for row in plan.rows], self._target.kv)
         hidden_layers = self._drafter.hidden_layers if self._drafter else ()
         forward = self._target.forward(batch, _logits_index(plan.rows, batch), hidden_layers)
         outcomes = self._verify(plan.rows, forward.logits, outputs)
         self._line_up(outcomes)
-        return self._draft(outcomes, batch, forward.hidden, outputs)
+        verified = perf_counter()
+        outcomes = self._draft(outcomes, batch, forward.hidden, outputs)
+        if self._costs is not None and all(row.needs_logits and row.num_known == 1 for row in plan.rows):
+            self._costs.observe(
+                rows=len(plan.rows),
+                drafts=sum(row.num_drafts for row in plan.rows),
+                verified_depth=sum(row.drafts.depth for row in plan.rows),
+                target_s=verified - began,
+                depth=max(outcome.next_drafts.depth for outcome in outcomes),
+                draft_s=perf_counter() - verified,
+            )
+        return outcomes
 
     def _verify(
         self, rows: Sequence[RowPlan], logits: Tensor, outputs: Mapping[str, RequestOutput]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape
+from cluster.core.draft_costs import FixedCosts
 from cluster.core.draft_length import AdaptiveDraftLength
 from cluster.core.handle import Coupling
 from cluster.core.paired_cache import PairedCache, PoolSpec
@@ -64,7 +65,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             limits,
             DraftShape(coupling, span, drafts, positions),
             random.Random(seed),
-            lengths=AdaptiveDraftLength(draft_cost=0.3, token_cost=0.1, retry=2) if adaptive else None,
+            lengths=AdaptiveDraftLength(FixedCosts(0.3, 0.1), retry=2) if adaptive else None,
         )
         self.admission = self.worker.admission
         self.requests: list[Request] = []

@@ -36,6 +36,7 @@ def make_engine(
     max_len: int | None = None,
     max_queue: int = 64,
     draft: Path | None = None,
+    adaptive_length: bool = False,
 ) -> Engine:
     """An engine over the tiny models, chains of 3."""
     torch.set_num_threads(1)
@@ -45,6 +46,7 @@ def make_engine(
             draft=draft or TINY_DRAFTS.get(method),
             method=SpeculationMethod(method),
             num_speculative_tokens=3,
+            adaptive_length=adaptive_length,
             block_size=block_size,
             draft_block_size=draft_block_size,
             kv_bytes=kv_bytes,

@@ -6,12 +6,13 @@ import random
 import pytest
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape
+from cluster.core.draft_costs import FixedCosts
 from cluster.core.draft_length import MEMORY, Acceptance, AdaptiveDraftLength, FixedDraftLength
 from cluster.core.handle import Coupling
 from tests.unit.core.oracle import make_pair, start
 from tests.unit.core.oracle_worker import OracleWorker, make_request, reference
 
-LENGTHS = AdaptiveDraftLength(draft_cost=0.1, token_cost=0.02, retry=8)
+LENGTHS = AdaptiveDraftLength(FixedCosts(draft=0.1, token=0.02), retry=8)
 
 
 def after(drafted: int, accepted: int, steps: int = 40) -> Acceptance:
@@ -67,7 +68,7 @@ def test_without_drafts_the_drafts_kv_is_kept_up_and_can_be_reused(coupling: Cou
     span = int(coupling is Coupling.JOINT)
     oracle = make_pair(span, coupling=coupling)
     limits = AdmissionLimits(max_batch=4, token_budget=64, chunk=5, max_queue=8, max_len=100)
-    lengths = AdaptiveDraftLength(draft_cost=10.0)  # never worth it
+    lengths = AdaptiveDraftLength(FixedCosts(draft=10.0))  # never worth it
     worker = OracleWorker(oracle, limits, DraftShape(coupling, span, 3), random.Random(0), lengths=lengths)
     worker.admission.submit(make_request("a", range(100, 110), 10))
     while worker.admission.has_work():

@@ -95,15 +95,15 @@ class Rotary:
     """Rotary angles of any of the known kinds. No module, so that its frequencies stay in float32 with any weights."""
 
     def __init__(self, shape: DecoderShape) -> None:
-        angles: Any = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=shape.num_heads * shape.head_dim,
-                num_attention_heads=shape.num_heads,
-                head_dim=shape.head_dim,
-                max_position_embeddings=shape.max_positions,
-                rope_parameters=shape.rope_parameters,
-            )
+        config = LlamaConfig(
+            hidden_size=shape.num_heads * shape.head_dim,
+            num_attention_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_positions,
+            rope_parameters=shape.rope_parameters,
         )
+        with torch.device("cpu"):  # also where a head is built on the meta device
+            angles: Any = LlamaRotaryEmbedding(config)
 
         self._frequencies: Tensor = angles.inv_freq
         self._scale: float = angles.attention_scaling

@@ -46,11 +46,12 @@ def fill(
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Copy `tensors` into the parameters and buffers of `module` that have their names.
+    """Make `tensors` the parameters and buffers of `module` that have their names; nothing is copied.
 
-    A name in `optional` may be absent: what the module holds stays. Raises ModelLoadError for a tensor that is absent,
-    left over, of another shape, or a float where the module has integers or the other way round. `what` names the kind
-    of draft, such as "EAGLE3 head".
+    Floats keep the type that they have in the checkpoint. `module` may be on the meta device, so that it need not be
+    initialised first. A name in `optional` may be absent: what the module holds stays. Raises ModelLoadError for a
+    tensor that is absent, left over, of another shape, or a float where the module has integers or the other way round.
+    `what` names the kind of draft, such as "EAGLE3 head".
     """
     own = module.state_dict()
     lacking = sorted(own.keys() - tensors.keys() - set(optional))
@@ -73,7 +74,8 @@ def fill(
                 f"Tensor {name} of the {what} in {folder} is of type {_dtype(tensor)}, but must be {_kind(own[name])}: "
                 "quantised drafts are not supported, use the original checkpoint."
             )
-        own[name].copy_(tensor)
+    taken = {name: t if t.is_floating_point() else t.to(own[name].dtype) for name, t in tensors.items()}
+    module.load_state_dict(taken, strict=False, assign=True)
 
 
 def _read_safetensors(file: WeightFile, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

@@ -118,9 +118,11 @@ class Eagle3Head(nn.Module):
         table = _embedding(config, tensors.pop("embed_tokens.weight", None), borrowed, folder)
         if "lm_head.weight" not in tensors:
             tensors["lm_head.weight"] = _output_matrix(config, table, borrowed, folder)
-        head = cls(config, table.to(dtype))
-        same_vocabulary = config.draft_vocab_size == config.vocab_size
-        fill(head, tensors, "EAGLE3 head", folder, optional=("d2t",) if same_vocabulary else ())
+        if config.draft_vocab_size == config.vocab_size:
+            tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
+        with torch.device("meta"):
+            head = cls(config, table.to(dtype))
+        fill(head, tensors, "EAGLE3 head", folder)
         _check_ids(head, folder)
         return head.to(dtype).eval().requires_grad_(False)
 

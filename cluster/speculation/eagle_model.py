@@ -127,7 +127,8 @@ class EagleHead(nn.Module):
             _matrix(config, folder, name, tensors.pop(name, None), lent).to(dtype)
             for name, lent in (("embed_tokens.weight", borrowed.embedding), ("lm_head.weight", borrowed.output))
         ]
-        head = cls(config, BorrowedWeights(*matrices))
+        with torch.device("meta"):
+            head = cls(config, BorrowedWeights(*matrices))
         fill(head, tensors, _WHAT, folder)
         return head.to(dtype).eval().requires_grad_(False)
 

@@ -131,7 +131,11 @@ def given() -> dict[str, torch.Tensor]:
 def test_a_module_takes_what_fits_it(tmp_path: Path) -> None:
     module = Small()
     fill(module, given(), "head", tmp_path)
-    assert module.weight.tolist() == torch.ones(2, 3).tolist() and module.ids.tolist() == [0, 1, 2, 3]
+    assert module.weight.tolist() == [[1, 1, 1]] * 2 and module.ids.tolist() == [0, 1, 2, 3]
+    with torch.device("meta"):
+        unbuilt = Small()
+    fill(unbuilt, given(), "head", tmp_path)
+    assert unbuilt.weight.tolist() == [[1, 1, 1]] * 2 and unbuilt.ids.tolist() == [0, 1, 2, 3]
     untouched = Small()
     fill(untouched, {"weight": torch.ones(2, 3)}, "head", tmp_path, optional=("ids",))
     assert untouched.ids.tolist() == [0, 0, 0, 0]

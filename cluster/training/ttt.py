@@ -100,6 +100,8 @@ class _TttPlan:
         self._mask = self._visible()
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        if spec.window is not None:
+            raise ValueError(f"layer {layer} has a window of {spec.window}, but training attends to the whole context")
         shape = (self._rows, self._width)
         q, k, v = (x.reshape(x.shape[0], *shape, -1).transpose(0, 1) for x in (query, key, value))
         written = self._keys.setdefault(layer, [])

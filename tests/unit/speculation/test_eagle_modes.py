@@ -4,10 +4,11 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cluster.engine.assembly import assemble
 from cluster.engine.config import EngineConfig
@@ -65,6 +66,33 @@ def test_pickled_heads_are_read_only_where_the_operator_allows_it(method: Specul
         build(method, tmp_path)
     assert drafts_of(build(method, tmp_path, allow_pickle=True)) == drafts_of(new_drafter(method))
     assert assemble(EngineConfig(TINY_TARGET, tmp_path, method, allow_pickle=True, kv_bytes=1 << 20)).drafter
+
+
+def flat(**changes: Any) -> dict[str, Any]:
+    """The trained head's document as all but speculators write it."""
+    document = json.loads((TINY_EAGLE3 / "config.json").read_text())
+    layer = document["transformer_layer_config"]
+    theta = layer.pop("rope_parameters")["rope_theta"]
+    return {**layer, "draft_vocab_size": document["draft_vocab_size"], "rope_theta": theta, **changes}
+
+
+NESTED = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True, "use_last_layernorm": True}
+# A document, and a prefix of the layer's tensors. Three states of a target of four layers are the official ones too.
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "official": (flat(architectures=["LlamaForCausalLM"]), "midlayer."),
+    "modelopt": (flat(architectures=["LlamaForCausalLMEagle3"], eagle_config=NESTED), "layers.0."),
+    "specforge": (flat(architectures=["LlamaForCausalLMEagle3"]), "midlayer."),
+    "angelslim": (flat(architectures=["Eagle3LlamaForCausalLM"], num_hidden_layers=28), "midlayer."),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_trained_head_drafts_the_same_in_every_layout(name: str, tmp_path: Path) -> None:
+    document, prefix = LAYOUTS[name]
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    tensors = load_file(TINY_EAGLE3 / "model.safetensors")
+    save_file({key.replace("layers.0.", prefix): t for key, t in tensors.items()}, tmp_path / "model.safetensors")
+    assert drafts_of(build(SpeculationMethod.EAGLE3, tmp_path)) == drafts_of(new_drafter(SpeculationMethod.EAGLE3))
 
 
 def test_which_states_an_eagle3_head_reads_is_logged(caplog: pytest.LogCaptureFixture) -> None:

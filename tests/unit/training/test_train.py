@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from cluster.errors import ConfigError
 from cluster.speculation.borrowed import BorrowedWeights
 from cluster.speculation.eagle3_model import Eagle3Head
-from cluster.training.capture import CapturedSamples
+from cluster.training.capture import CapturedSamples, capture
 from cluster.training.checkpoint import TrainingState
 from cluster.training.evaluate import Acceptance, measure_acceptance
 from cluster.training.export import export_head
@@ -19,6 +19,7 @@ from cluster.training.head_init import choose_vocabulary, head_config, new_head
 from cluster.training.options import TrainDraftOptions
 from cluster.training.samples import Sample
 from cluster.training.trainer import Trainer
+from tests.fixtures.eagle_training import new_eagle_head
 from tests.unit.training.conftest import AUX_LAYERS
 
 
@@ -102,6 +103,19 @@ def test_the_exported_head_loads_and_drafts_the_same(
     assert measure_acceptance(loaded, captured, 3) == measure_acceptance(head, captured, 3)
     t2d = load_file(work.parent / "model.safetensors")["t2d"]
     assert t2d.nonzero().flatten().tolist() == loaded.target_ids.tolist()
+
+
+def test_a_head_over_the_last_state_and_the_whole_vocabulary_is_trained_too(
+    target: LlamaForCausalLM, samples: list[Sample], work: Path
+) -> None:
+    head = new_eagle_head(target)
+    data = capture(target, samples, head.hidden_layers, work / "states")
+    options = TrainDraftOptions(
+        model=Path("unused"), out=work.parent, work_dir=work, token_passes=16_000, batch_tokens=128, max_len=64
+    )
+    before = measure_acceptance(head, data, 3)
+    losses_of(Trainer(head, data, data, BorrowedWeights.of(target).output, options, torch.float32))
+    assert measure_acceptance(head, data, 3).length > before.length + 0.1
 
 
 def test_the_vocabulary_is_made_of_what_answers_use() -> None:

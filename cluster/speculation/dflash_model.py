@@ -117,6 +117,11 @@ class DFlashHead(nn.Module):
                 f"The {_WHAT} in {folder} has hidden_size {config.layer.hidden_size}, but reads the target's embedding "
                 f"of width {width}: use the draft that was trained for this target."
             )
+        if config.mask_token >= len(borrowed.embedding):
+            raise ModelLoadError(
+                f"The mask token of the {_WHAT} in {folder} is {config.mask_token}, but the target's embedding has "
+                f"{len(borrowed.embedding)} rows: use the draft that was trained for this target."
+            )
         head = cls(config, borrowed)
         tensors = read_draft_tensors(folder, allow_pickle=allow_pickle, wanted=lambda name: name not in _OF_TARGET)
         if head.lm_head is None:

@@ -111,7 +111,7 @@ def test_all_requests_reuse_what_the_others_computed(tally: Tally) -> None:
 
 
 @pytest.mark.parametrize(("block_size", "draft_block_size"), [(1, None), (8, 32), (32, 4)])
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
 def test_block_sizes_of_the_two_pools_are_independent(
     method: str, block_size: int, draft_block_size: int | None, tally: Tally
 ) -> None:

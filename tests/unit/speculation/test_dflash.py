@@ -258,6 +258,15 @@ def test_a_map_out_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_code_that_a_checkpoint_names_is_not_needed(tmp_path: Path) -> None:
+    """The published ones name their own; a file of that name is never looked at."""
+    folder = edited(tmp_path, auto_map={"AutoModel": "dflash.DFlashDraftModel"})
+    (folder / "dflash.py").write_text("raise RuntimeError('this was run')")
+    tokens = list(prompts(1, 20, 60)[0])
+    blocks = scattered_blocks(0)
+    assert Sequenced(load(folder), tokens, blocks).propose() == Sequenced(load(), tokens, blocks).propose()
+
+
 def test_default_layers_are_those_of_the_reference(tmp_path: Path) -> None:
     """Spread from the output of the second layer to that of the last but two."""
     folder = edited(tmp_path, dflash_config={"mask_token_id": MASK})

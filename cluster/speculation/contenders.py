@@ -15,6 +15,7 @@ alone; a poor one (the tests' tiny EAGLE3) 1.93, 1.85 and 1.96.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,8 +30,6 @@ from cluster.engine.truncation import kept_tokens
 Contender = tuple[int, float]
 """A token, and the natural logarithm of the probability that the target chooses it."""
 
-_Clocks = dict[tuple[int, int], Tensor]
-
 
 def contenders(sampler: Sampler, logits: Tensor, rows: Sequence[SampleRow], count: int) -> list[list[Contender]]:
     """The `count` likeliest choices at each row, best first; fewer where fewer tokens exist or may be chosen.
@@ -39,33 +38,35 @@ def contenders(sampler: Sampler, logits: Tensor, rows: Sequence[SampleRow], coun
     finite there are none.
     """
     scores = logits[:, : sampler.vocab_size].float().clone()
-    clocks: _Clocks = {}
     for i, row in enumerate(rows):
         if needs_history(row.params):
             history = (*row.output, *row.drafts)
             held = apply_history(scores[i].cpu().numpy(), row.params, row.prompt, history, sampler.eos_ids)
             scores[i] = torch.from_numpy(held)
-        if row.params.temperature > 0:
-            scores[i] = torch.logaddexp(_raced(scores[i], row, clocks), torch.log_softmax(scores[i], dim=-1))
-    finite = torch.isfinite(scores.max(dim=-1).values)
-    values, ids = torch.log_softmax(scores, dim=-1).topk(min(count, scores.shape[1]))
+    log_probs = torch.log_softmax(scores, dim=-1)
+    hot = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if hot:
+        race = torch.log_softmax(_race(scores[hot], [rows[i] for i in hot]), dim=-1)
+        log_probs[hot] = torch.logaddexp(log_probs[hot], race) - math.log(2)
+    values, ids = log_probs.topk(min(count, log_probs.shape[1]))
     return [
-        [(token, min(0.0, value)) for token, value in zip(*pair, strict=True) if value > -np.inf] if usable else []
-        for usable, *pair in zip(finite.tolist(), ids.tolist(), values.tolist(), strict=True)
+        [(token, min(0.0, value)) for token, value in zip(*pair, strict=True) if value > -math.inf]
+        for pair in zip(ids.tolist(), values.tolist(), strict=True)
     ]
 
 
-def _raced(scores: Tensor, row: SampleRow, clocks: _Clocks) -> Tensor:
-    """Log-probabilities [V] with which each token wins the race. Siblings share `clocks`, those of their position."""
-    place = row.seed, row.position
-    if place not in clocks:
-        times: npt.NDArray[np.float32] = np.log(arrival_times(*place, len(scores)))
-        clocks[place] = torch.from_numpy(times).to(scores.device)
-    scale = max(row.params.temperature, LEAST_TEMPERATURE)
-    race, best = scores - scale * clocks[place], scores.max()
-    kept = kept_tokens(((scores - best) / scale).cpu().numpy(), row.params) if best.isfinite() else None
-    if kept is not None:
-        lost = torch.ones_like(race, dtype=torch.bool)
-        lost[torch.from_numpy(kept)] = False
-        race.masked_fill_(lost, -torch.inf)
-    return torch.log_softmax(race, dim=-1)
+def _race(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """[R, V], what the tokens race with: -inf where truncation leaves them out. Siblings have the same clocks."""
+    clocks: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
+    for place in {(row.seed, row.position) for row in rows}:
+        clocks[place] = np.log(arrival_times(*place, scores.shape[1]))
+    times = torch.from_numpy(np.stack([clocks[row.seed, row.position] for row in rows])).to(scores.device)
+    heat = torch.tensor([[max(row.params.temperature, LEAST_TEMPERATURE)] for row in rows], device=scores.device)
+    race = scores - heat * times
+    scaled = ((scores - scores.amax(dim=-1, keepdim=True)) / heat).cpu().numpy()
+    for i, row in enumerate(rows):
+        kept = kept_tokens(scaled[i], row.params) if np.isfinite(scaled[i].max()) else None
+        if kept is not None:
+            left = torch.from_numpy(kept).to(scores.device)
+            race[i] = torch.full_like(race[i], -torch.inf).index_copy_(0, left, race[i, left])
+    return race

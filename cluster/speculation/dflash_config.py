@@ -23,7 +23,8 @@ class DFlashConfig:
     """Shape of a DFlash draft: plain decoder layers over the states of `target_layers`.
 
     `block_size` counts the anchor and the masks of a query block. `drafts_from_anchor`: the anchor's own row drafts the
-    first token; otherwise mask j drafts token j. `causal_windows`: layers with a sliding window see the block causally.
+    first token; otherwise mask j drafts token j. A sliding window counts back from each query, as in other engines;
+    `causal_windows`: layers that have one see the block causally.
     """
 
     layer: DecoderShape

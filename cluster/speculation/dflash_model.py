@@ -122,7 +122,8 @@ class DFlashHead(nn.Module):
                 f"The mask token of the {_WHAT} in {folder} is {config.mask_token}, but the target's embedding has "
                 f"{len(borrowed.embedding)} rows: use the draft that was trained for this target."
             )
-        head = cls(config, borrowed)
+        with torch.device("meta"):
+            head = cls(config, borrowed)
         tensors = read_draft_tensors(folder, allow_pickle=allow_pickle, wanted=lambda name: name not in _OF_TARGET)
         if head.lm_head is None:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t")}

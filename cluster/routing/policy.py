@@ -1,9 +1,14 @@
 """What placing a request on a worker would cost, in predicted milliseconds, and which candidate is cheapest.
 
-Cost = prefill of what the target pool lacks + prefill of what the draft pool lacks + the prefill already waiting
-there + the share of decode steps + the wait for a free place in the batch. A hidden-state draft reuses only to the
-joint frontier, so both pools are priced from there; an independent draft catches up alone, so each pool is priced
-from its own depth.
+    prefill   what the target pool lacks, and what the draft pool lacks, weighted for the requests that wait behind it
+    backlog   prefill that the worker has to finish first
+    decode    steps shared with the requests that run there
+    queue     the wait for a place in the batch, or for blocks that running requests hold
+    eviction  cached KV that the request would push out, which somebody may ask for again
+
+A hidden-state draft reuses only to the joint frontier, so both pools are priced from there; an independent draft
+catches up alone, so each pool is priced from its own depth. Load is priced for each candidate by itself, in the same
+unit as reuse: a busy holder's prefix loses its worth bit by bit, and only there.
 
 Pure and stateless: `cluster.routing.router` gathers the candidates and reserves the winner; a simulator can do the
 same.
@@ -14,6 +19,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.core.frontier import Frontier
 from cluster.core.handle import Coupling
@@ -27,26 +33,42 @@ class CostModel:
     ratios matter for the choice."""
 
     target_token_ms: float = 1.0
+    target_context_ms: float = 0.0
+    """What attention adds for each token that stands before the one computed."""
     draft_token_ms: float = 0.1
     decode_request_ms: float = 10.0
     """Slower decoding that each request already running there means for the new one."""
     queued_request_ms: float = 2000.0
-    """Wait for each request that stands before the new one once the batch is full."""
+    """Wait for each request that stands before the new one once the batch or the pool is full."""
+    prefill_weight: float = 1.0
+    """Prefill occupies the worker for others too: how many requests pay for it, the new one included."""
+    eviction_weight: float = 0.0
+    """How much of a cached token's prefill its eviction costs: the odds that it would have been reused."""
+
+    def target_ms(self, start: int, tokens: int) -> float:
+        """Prefill in the target of so many tokens behind the first `start`."""
+        return tokens * (self.target_token_ms + self.target_context_ms * (start + tokens / 2))
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A worker that may take the request, with what it holds of the prompt and what it has to do already."""
 
     info: WorkerInfo
     depth: Depth
-    in_flight: int
-    prefill_tokens: int
-    """Prompt tokens that wait to be computed there."""
+    in_flight: int = 0
+    backlog_ms: float = 0.0
+    """Prefill that is under way or waits there."""
+    free_tokens: float = float("inf")
+    """Positions of the target pool that nothing is cached in, less what waiting requests will take."""
+    room_tokens: float = float("inf")
+    """The same, with what can be evicted."""
+    request_tokens: float = 0.0
+    """Positions that a running request holds on average."""
+    acceptance: float = 1.0
+    """Tokens that a decode step yields there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The terms of one candidate's cost, in milliseconds."""
 
     target_prefill: float
@@ -54,10 +76,11 @@ class Cost:
     backlog: float
     decode: float
     queue: float
+    eviction: float
 
     @property
     def total(self) -> float:
-        return self.target_prefill + self.draft_prefill + self.backlog + self.decode + self.queue
+        return sum(self)
 
 
 def expected_frontier(query: DispatchQuery, info: WorkerInfo, depth: Depth) -> Frontier:
@@ -80,15 +103,27 @@ def lacking_tokens(query: DispatchQuery, info: WorkerInfo, depth: Depth) -> tupl
     return query.n_tokens - frontier.target, query.n_tokens - frontier.draft
 
 
+def prefill_ms(query: DispatchQuery, info: WorkerInfo, depth: Depth, model: CostModel) -> float:
+    """Predicted work until the request's first token, in both models."""
+    target, draft = lacking_tokens(query, info, depth)
+    return model.target_ms(query.n_tokens - target, target) + draft * model.draft_token_ms
+
+
 def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cost:
-    target, draft = lacking_tokens(query, candidate.info, candidate.depth)
-    queued = max(0, candidate.in_flight + 1 - candidate.info.max_running)
+    info, depth = candidate.info, candidate.depth
+    target, draft = lacking_tokens(query, info, depth)
+    held = min(depth.target * info.model.block_size, query.n_tokens)
+    stored = query.n_tokens - held
+    ahead = max(0.0, candidate.in_flight + 1 - info.max_running)
+    if stored > candidate.room_tokens:
+        ahead = max(ahead, (stored - candidate.room_tokens) / max(1.0, candidate.request_tokens))
     return Cost(
-        target_prefill=target * model.target_token_ms,
-        draft_prefill=draft * model.draft_token_ms,
-        backlog=candidate.prefill_tokens * model.target_token_ms,
-        decode=candidate.in_flight * model.decode_request_ms,
-        queue=queued * model.queued_request_ms,
+        target_prefill=model.prefill_weight * model.target_ms(query.n_tokens - target, target),
+        draft_prefill=model.prefill_weight * draft * model.draft_token_ms,
+        backlog=candidate.backlog_ms,
+        decode=candidate.in_flight * model.decode_request_ms / candidate.acceptance,
+        queue=ahead * model.queued_request_ms,
+        eviction=model.eviction_weight * model.target_token_ms * max(0.0, stored - max(0.0, candidate.free_tokens)),
     )
 
 

@@ -1,47 +1,88 @@
-"""Load that was placed on a worker but is not yet in its heartbeats.
+"""What was placed on a worker and isn't running there yet: reserved until its heartbeats know it, then waiting.
 
-Without it, every request of a burst would see the same idle worker. Invariant: a reservation lives from the decision
-until the worker's heartbeat names the request, or until `ttl_s` has passed (the request never arrived). Owned by
-`cluster.routing.router`.
+Without it, every request of a burst would see the same idle worker. And a worker counts a waiting prompt in full, since
+it hasn't claimed anything for it; here its share is what it is expected to lack.
+
+Invariants: a reservation lives from the decision until the worker's heartbeat names the request, or until `ttl_s` has
+passed (the request never arrived); a named request is remembered until the worker says that fewer wait, the oldest
+leaving first. Owned by `cluster.routing.router`.
 """
 
+from __future__ import annotations
+
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class _Reserved:
-    prefill_tokens: int
-    expires_at: float
+class Work(NamedTuple):
+    """What a request brings to its worker."""
+
+    tokens: int
+    """Of the whole prompt."""
+    lacking: int
+    """Tokens of it that the worker is expected to compute and store."""
+    prefill_ms: float
+
+
+class _Sum:
+    """The work of several requests."""
+
+    __slots__ = ("lacking", "prefill_ms", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.lacking = 0
+        self.prefill_ms = 0.0
+
+    def add(self, work: Work, sign: int = 1) -> None:
+        self.tokens += sign * work.tokens
+        self.lacking += sign * work.lacking
+        self.prefill_ms += sign * work.prefill_ms
 
 
 class Reservations:
-    """The reservations on one worker."""
+    """The reservations on one worker, and its queue as far as it was placed from here."""
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
-        self._reserved: dict[str, _Reserved] = {}
-        self.prefill_tokens = 0
+        self._reserved: dict[str, tuple[Work, float]] = {}
+        self._queue: deque[Work] = deque()
+        self.reserved = _Sum()
+        """Placed, and not in the worker's own figures."""
+        self.waiting = _Sum()
+        """In the worker's figures, and not running."""
 
     def __len__(self) -> int:
         return len(self._reserved)
 
-    def add(self, request_id: str, prefill_tokens: int, now: float) -> None:
-        self.settle((request_id,))
-        self._reserved[request_id] = _Reserved(prefill_tokens, now + self._ttl_s)
-        self.prefill_tokens += prefill_tokens
+    def add(self, request_id: str, work: Work, now: float) -> None:
+        self.cancel(request_id)
+        self._reserved[request_id] = work, now + self._ttl_s
+        self.reserved.add(work)
 
-    def settle(self, request_ids: Iterable[str]) -> None:
-        """These requests are in the worker's own figures now, or will never be."""
-        for request_id in request_ids:
-            reserved = self._reserved.pop(request_id, None)
-            if reserved is not None:
-                self.prefill_tokens -= reserved.prefill_tokens
+    def cancel(self, request_id: str) -> Work | None:
+        """Ends a reservation, if there is one."""
+        entry = self._reserved.pop(request_id, None)
+        if entry is None:
+            return None
+        self.reserved.add(entry[0], -1)
+        return entry[0]
+
+    def confirm(self, started: Iterable[str], waiting: int) -> None:
+        """A heartbeat: these requests are in the worker's figures now, which count so many as waiting."""
+        for request_id in started:
+            work = self.cancel(request_id)
+            if work is not None:
+                self._queue.append(work)
+                self.waiting.add(work)
+        while len(self._queue) > waiting:
+            self.waiting.add(self._queue.popleft(), -1)
 
     def expire(self, now: float) -> None:
         # Equal lifetimes: the oldest stand first, and one of them that is still valid ends the search.
         while self._reserved:
-            request_id, reserved = next(iter(self._reserved.items()))
-            if reserved.expires_at > now:
+            request_id, (_, expires_at) = next(iter(self._reserved.items()))
+            if expires_at > now:
                 return
-            self.settle((request_id,))
+            self.cancel(request_id)

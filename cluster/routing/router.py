@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.core.frontier import FrontierReport
 from cluster.errors import ConfigError, StaleEpoch
 from cluster.routing.health import HealthState, Leases
-from cluster.routing.policy import Candidate, CostModel, choose, expected_frontier, lacking_tokens
+from cluster.routing.policy import Candidate, CostModel, choose, expected_frontier, lacking_tokens, prefill_ms
 from cluster.routing.prefix_map import Depth, PrefixMap
+from cluster.routing.promises import Promises
 from cluster.routing.report_order import ReportOrder, Verdict
-from cluster.routing.reservations import Reservations
+from cluster.routing.reservations import Work
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad, WorkerStatus
+from cluster.routing.worker_state import WorkerState
 
 Hints = Mapping[tuple[str, int], Depth]
 """(worker id, epoch) -> depth, from the directory."""
@@ -34,6 +36,8 @@ class RouterLimits:
     lease_s: float = 5.0
     """A worker that has not been heard of for this long is dead."""
     reservation_s: float = 2.0
+    promise_s: float = 2.0
+    """How long beyond its predicted first token a placed prompt counts as held there."""
     max_blocks: int = 2_000_000
     """Hard cap of the prefix map."""
 
@@ -48,22 +52,6 @@ class HeartbeatReply:
     """Reports are missing: send everything."""
 
 
-@dataclass(slots=True)
-class _Worker:
-    info: WorkerInfo
-    order: ReportOrder
-    reservations: Reservations
-    load: WorkerLoad = field(default_factory=WorkerLoad)
-
-    @property
-    def in_flight(self) -> int:
-        return self.load.running + self.load.waiting + len(self.reservations)
-
-    @property
-    def prefill_tokens(self) -> int:
-        return self.load.prefill_tokens + self.reservations.prefill_tokens
-
-
 class Router:
     def __init__(self, limits: RouterLimits, costs: CostModel, rng: random.Random) -> None:
         self.map = PrefixMap(limits.max_blocks)
@@ -71,7 +59,8 @@ class Router:
         self._costs = costs
         self._rng = rng
         self._leases = Leases(limits.lease_s)
-        self._workers: dict[str, _Worker] = {}
+        self._promises = Promises()
+        self._workers: dict[str, WorkerState] = {}
 
     # ---------------------------------------------------------------- workers
 
@@ -93,15 +82,14 @@ class Router:
             return
         order = ReportOrder(info.epoch)
         order.note_sent(last_seq)
-        self._workers[info.worker_id] = _Worker(info, order, Reservations(self._limits.reservation_s))
+        self._workers[info.worker_id] = WorkerState(info, order, self._costs, self._limits.reservation_s)
         self.map.reset(info.worker_id)
 
     def heartbeat(self, worker_id: str, epoch: int, load: WorkerLoad, now: float) -> HeartbeatReply:
         worker = self._find(worker_id, epoch)
         if worker is None or not self._leases.renew(worker_id, epoch, now):
             return HeartbeatReply(registered=False, want_snapshot=False)
-        worker.load = load
-        worker.reservations.settle(load.started)
+        worker.heard(load, now)
         worker.order.note_sent(load.last_seq)
         return HeartbeatReply(registered=True, want_snapshot=not worker.order.complete)
 
@@ -128,6 +116,7 @@ class Router:
             return False
         del self._workers[worker_id]
         self._leases.revoke(worker_id)
+        self._promises.drop(worker_id)
         self.map.drop(worker_id)
         return True
 
@@ -156,10 +145,8 @@ class Router:
         for worker in alive:
             worker.reservations.expire(now)
         free = [w for w in alive if w.in_flight < w.info.capacity]
-        depths = self._depths(query, hints or {}) if query.reuse else {}
-        candidates = [
-            Candidate(w.info, depths.get(w.info.worker_id, _NOTHING), w.in_flight, w.prefill_tokens) for w in free
-        ]
+        depths = self._depths(query, now, hints or {}) if query.reuse else {}
+        candidates = [w.candidate(depths.get(w.info.worker_id, _NOTHING), now) for w in free]
         chosen = choose(query, candidates, self._costs, self._rng)
         if chosen is None:
             return self._full(alive)
@@ -180,7 +167,7 @@ class Router:
 
     # ---------------------------------------------------------------- inside
 
-    def _find(self, worker_id: str, epoch: int) -> _Worker | None:
+    def _find(self, worker_id: str, epoch: int) -> WorkerState | None:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.info.epoch == epoch else None
 
@@ -195,7 +182,7 @@ class Router:
                     f"{difference}: start them with the same model folder and engine options."
                 )
 
-    def _alive(self, worker: _Worker, query: DispatchQuery, now: float) -> bool:
+    def _alive(self, worker: WorkerState, query: DispatchQuery, now: float) -> bool:
         info = worker.info
         return (
             info.model.name == query.model
@@ -203,8 +190,11 @@ class Router:
             and self._leases.state(info.worker_id, now) is HealthState.LIVE
         )
 
-    def _depths(self, query: DispatchQuery, hints: Hints) -> dict[str, Depth]:
+    def _depths(self, query: DispatchQuery, now: float, hints: Hints) -> dict[str, Depth]:
         depths = self.map.depths(query.keys)
+        for worker_id, promised in self._promises.depths(query.keys, now).items():
+            known = depths.get(worker_id, _NOTHING)
+            depths[worker_id] = Depth(max(known.target, promised.target), max(known.draft, promised.draft))
         for (worker_id, epoch), hint in hints.items():
             worker = self._find(worker_id, epoch)
             if worker is not None and not worker.order.complete:
@@ -214,8 +204,13 @@ class Router:
 
     def _reserve(self, query: DispatchQuery, chosen: Candidate, now: float) -> Placement:
         info = chosen.info
+        worker = self._workers[info.worker_id]
         lacking, _ = lacking_tokens(query, info, chosen.depth)
-        self._workers[info.worker_id].reservations.add(query.request_id, lacking, now)
+        work = Work(query.n_tokens, lacking, prefill_ms(query, info, chosen.depth, self._costs))
+        worker.place(query.request_id, work, now)
+        if query.reuse:
+            until = worker.busy_until + self._limits.promise_s
+            self._promises.add(info.worker_id, query.keys, query.speculate, until)
         self.map.touch(query.keys[: max(chosen.depth)])
         return Placement(info.worker_id, info.epoch, info.address, expected_frontier(query, info, chosen.depth))
 
@@ -223,7 +218,7 @@ class Router:
         reason = f"no worker serving {query.model} is alive; try again in a few seconds."
         return Refusal(reason, retry_after_s=self._limits.lease_s, saturated=False)
 
-    def _full(self, alive: list[_Worker]) -> Refusal:
+    def _full(self, alive: list[WorkerState]) -> Refusal:
         # The time until the worker with the shortest queue has finished one request.
         shortest = min(worker.in_flight / worker.info.max_running for worker in alive)
         wait_s = max(0.1, self._costs.queued_request_ms / 1000.0 / max(shortest, 1.0))

@@ -109,6 +109,8 @@ class WorkerLoad:
     pools: tuple[PoolUsage, ...] = ()
     last_seq: int = 0
     """Number of the last frontier report sent: uncovers a lost last report."""
+    acceptance: float = 1.0
+    """Tokens that a decode step yields on average; 1 without speculation."""
 
 
 @dataclass(frozen=True, slots=True)

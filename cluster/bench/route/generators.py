@@ -5,7 +5,7 @@
     hot       a few long documents, asked about very unevenly, among unrelated prompts
     forks     prompts that part at every depth, at block ends: a tree of shared beginnings
     tenants   tenants of very different size, each with its own prompts; some never speculate
-    mixed     as agents, but each call speculates or doesn't: the draft pool holds less than the target pool
+    mixed     documents with readers that speculate and readers that don't: draft pools hold less than target pools
 
 All are made from one random source: equal seeds, equal workloads. Called by `matrix`.
 """
@@ -122,13 +122,12 @@ def tenants(make: Maker) -> Iterator[Session]:
 
 
 def mixed(make: Maker) -> Iterator[Session]:
-    systems = [make.shared(make.around(6000, 0.3)) for _ in range(12)]
-
-    def speculates() -> bool:
-        return make.rng.random() < 0.5
-
     while True:
-        yield make.conversation(make.rng.choice(systems), make.rng.randint(2, 8), 800, 150, speculates)
+        document = make.shared(make.around(6000, 0.4))
+        readers = [False] * make.rng.randint(2, 4) + [True] * make.rng.randint(2, 4)
+        for speculates in readers:
+            turns = make.rng.randint(1, 3)
+            yield make.conversation(document, turns, 400, 150, _always if speculates else _never)
 
 
 GENERATORS: dict[str, Callable[[Maker], Iterator[Session]]] = {

@@ -72,7 +72,8 @@ class _Informed(Outstanding):
 
 
 class DynamoCost(_Informed):
-    """Prefill blocks that would wait on the worker, this request's included, plus blocks of its active requests.
+    """Prefill blocks that would wait on the worker, this request's included, plus the distinct blocks that would be
+    active.
 
     The router books both itself: prefill from placement to first token, active blocks from placement to the end."""
 
@@ -80,31 +81,45 @@ class DynamoCost(_Informed):
         super().__init__(workers, rng)
         self._block_size = block_size
         self._prefill = [0] * workers
-        self._active = [0] * workers
+        self._active = Holders()
+        self._users: list[dict[int, int]] = [{} for _ in range(workers)]
         self._booked: dict[int, int] = {}
 
     def place(self, request: SimRequest, now: float) -> int:
-        depths = self.holders.depths(request.prompt, len(self.load))
-        lacking = [request.prompt_tokens - depth * self._block_size for depth in depths]
+        workers, blocks = len(self.load), len(request.prompt)
+        held = self.holders.depths(request.prompt, workers)
+        active = self._active.depths(request.prompt, workers)
+        lacking = [request.prompt_tokens - depth * self._block_size for depth in held]
         costs = [
-            (prefill + new) / self._block_size + active
-            for prefill, new, active in zip(self._prefill, lacking, self._active, strict=True)
+            (prefill + new) / self._block_size + len(users) + blocks - shared
+            for prefill, new, users, shared in zip(self._prefill, lacking, self._users, active, strict=True)
         ]
         worker = self.best(costs)
         self._prefill[worker] += lacking[worker]
-        self._active[worker] += request.prompt_tokens // self._block_size
         self._booked[request.number] = lacking[worker]
+        self._activate(worker, request.prompt)
         return worker
 
     def first_token(self, worker: int, request: SimRequest, now: float) -> None:
         self._prefill[worker] -= self._booked.pop(request.number)
 
     def ended(self, worker: int, request: SimRequest, now: float) -> None:
-        self._active[worker] -= request.prompt_tokens // self._block_size
+        users = self._users[worker]
+        for block in request.prompt:
+            users[block] -= 1
+            if not users[block]:
+                del users[block]
+                self._active.set(worker, block, False)
+
+    def _activate(self, worker: int, prompt: Sequence[int]) -> None:
+        users = self._users[worker]
+        for block in prompt:
+            users[block] = users.get(block, 0) + 1
+            self._active.set(worker, block, True)
 
 
 class LlmdScorer(_Informed):
-    """The highest weighted sum of three scores from 0 to 1: prefix held, short queue, free KV memory."""
+    """The highest weighted sum of three scores from 0 to 1: share of the prompt held, short queue, free KV memory."""
 
     def __init__(self, workers: int, rng: random.Random) -> None:
         super().__init__(workers, rng)
@@ -122,11 +137,11 @@ class LlmdScorer(_Informed):
     def place(self, request: SimRequest, now: float) -> int:
         self._expire(now)
         depths = self.holders.depths(request.prompt, len(self.load), also=self._guessed)
-        deepest = max(depths) or 1
+        blocks = max(1, len(request.prompt))
         longest, shortest = max(self._waiting), min(self._waiting)
         spread = longest - shortest or 1
         costs = [
-            -PREFIX_WEIGHT * depth / deepest
+            -PREFIX_WEIGHT * depth / blocks
             - QUEUE_WEIGHT * (longest - waiting if longest > shortest else 1) / spread
             - MEMORY_WEIGHT * (1.0 - used)
             for depth, waiting, used in zip(depths, self._waiting, self._used, strict=True)

@@ -7,6 +7,7 @@ router that tracks target KV alone must assume. Created by `policies`.
 
 from __future__ import annotations
 
+import os
 import random
 
 from cluster.bench.route.policy import Deaf, News
@@ -20,6 +21,8 @@ from cluster.routing.router import Router, RouterLimits
 from cluster.routing.types import DispatchQuery, ModelCard, Placement, PoolSize, PoolUsage, WorkerInfo, WorkerLoad
 
 MODEL = "simulated"
+MAX_TOKENS = 1024
+"""What clients ask for: no router knows how long an answer will be."""
 _NO_LEASE_S = 1e9
 
 
@@ -59,7 +62,7 @@ class TandemRouter(Deaf):
             model=MODEL,
             keys=tuple(map(_key, request.prompt)),
             n_tokens=request.prompt_tokens,
-            max_tokens=request.output_tokens,
+            max_tokens=MAX_TOKENS,
             block_size=self._block_size,
             speculate=request.speculative,
         )
@@ -104,9 +107,12 @@ def cost_model(spec: WorkerSpec) -> CostModel:
     times = spec.times
     return CostModel(
         target_token_ms=times.target_token_ms,
+        target_context_ms=times.target_context_ms,
         draft_token_ms=times.draft_token_ms if spec.coupling is not Coupling.NONE else 0.0,
-        decode_request_ms=times.row_ms,
-        queued_request_ms=1000.0,
+        decode_request_ms=float(os.environ.get("DEC", 1)),
+        queued_request_ms=float(os.environ.get("QUE", 500)),
+        prefill_weight=float(os.environ.get("PRE", 1.5)),
+        eviction_weight=float(os.environ.get("EVI", 0.1)),
     )
 
 

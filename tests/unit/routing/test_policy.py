@@ -16,7 +16,7 @@ PROMPT = query(chain(*range(10)), tail=5)
 def candidate(
     name: str, target: int, draft: int = 0, coupling: Coupling = Coupling.JOINT, in_flight: int = 0, prefill: int = 0
 ) -> Candidate:
-    return Candidate(worker(name, coupling=coupling), Depth(target, draft), in_flight, prefill)
+    return Candidate(worker(name, coupling=coupling), Depth(target, draft), in_flight, float(prefill))
 
 
 @pytest.mark.parametrize(

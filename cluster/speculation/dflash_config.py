@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelLoadError
-from cluster.speculation.decoder_layer import DecoderShape
+from cluster.speculation.decoder_shape import DecoderShape
 from cluster.speculation.draft_folder import check_architecture, read_draft_config
 
 _ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")

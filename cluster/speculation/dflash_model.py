@@ -21,9 +21,11 @@ from cluster.engine.attention import AttentionPlan
 from cluster.engine.kv_tensors import KvLayout
 from cluster.errors import ModelLoadError
 from cluster.speculation.borrowed import BorrowedWeights
-from cluster.speculation.decoder_layer import Attention, DecoderShape, Mlp, Norm, Rotary, Rotation
+from cluster.speculation.decoder_layer import Attention, Mlp, Norm
+from cluster.speculation.decoder_shape import DecoderShape
 from cluster.speculation.dflash_config import DFlashConfig
 from cluster.speculation.draft_tensors import fill, read_draft_tensors
+from cluster.speculation.rotary import Rotation
 
 _WHAT = "DFlash draft"
 
@@ -47,7 +49,7 @@ class DFlashHead(nn.Module):
         self._decoder = [_Layer(shape, index) for index in range(shape.num_layers)]
         self.layers = nn.ModuleList(self._decoder)
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.rotary = Rotary(shape)
+        self.rotary = shape.rotary()
         self.register_buffer("token_embedding", borrowed.embedding, persistent=False)
         self.register_buffer("token_output", borrowed.output, persistent=False)
         self.lm_head: nn.Linear | None = None

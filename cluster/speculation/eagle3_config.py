@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import ModelLoadError
-from cluster.speculation.decoder_layer import DecoderShape
+from cluster.speculation.decoder_shape import DecoderShape, check_sizes
 from cluster.speculation.draft_folder import read_draft_config
 from cluster.speculation.eagle3_dialects import Dialect, LayerCount, dialect_of, named_layers
 
@@ -140,6 +140,9 @@ def _refuse_variants(eagle: dict[str, Any]) -> None:
 
 
 def _check(config: Eagle3Config) -> None:
+    check_sizes(draft_vocab_size=config.draft_vocab_size, target_hidden_size=config.target_hidden_size)
+    if min(config.aux_layer_ids) < 0:
+        raise ModelLoadError(f"it reads the target's states {config.aux_layer_ids}, but the first is 0: name others.")
     if config.fc_norm and config.norm_before_fc:
         raise ModelLoadError("fc_norm and norm_before_fc are both set, but exclude each other: set one.")
     width = len(config.aux_layer_ids) * config.target_hidden_size

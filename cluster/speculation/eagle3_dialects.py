@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cluster.errors import ModelLoadError
 from cluster.speculation.draft_folder import check_architecture
 
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -70,10 +71,13 @@ _UNUSED = re.compile(r"^(t2d|rotary_emb\..*|.*\.rotary_emb\..*|verifier_.*)$")
 
 def dialect_of(folder: Path, document: dict[str, Any]) -> Dialect:
     """The dialect of a checkpoint. Raises ModelLoadError for an unknown architecture."""
-    known = set(_BY_ARCHITECTURE)
-    if not document.get("draft_vocab_size"):
-        known -= set(OFFICIAL.architectures)  # an ordinary Llama
-    return _BY_ARCHITECTURE[check_architecture(folder, document, "EAGLE3 head", known)]
+    dialect = _BY_ARCHITECTURE[check_architecture(folder, document, "EAGLE3 head", _BY_ARCHITECTURE)]
+    if dialect is OFFICIAL and not document.get("draft_vocab_size"):
+        raise ModelLoadError(
+            f"{folder}/config.json has no draft_vocab_size, so it is an ordinary model's or an EAGLE-1 head's: "
+            "set the speculation method to draft_model or eagle."
+        )
+    return dialect
 
 
 def named_layers(dialect: Dialect, document: dict[str, Any]) -> tuple[tuple[int, ...], LayerCount] | None:

@@ -22,10 +22,12 @@ from cluster.engine.attention import AttentionPlan
 from cluster.engine.kv_tensors import KvLayout
 from cluster.errors import ModelLoadError
 from cluster.speculation.borrowed import BorrowedWeights
-from cluster.speculation.decoder_layer import Attention, DecoderShape, Mlp, Norm, Rotary, Rotation
+from cluster.speculation.decoder_layer import Attention, Mlp, Norm
+from cluster.speculation.decoder_shape import DecoderShape
 from cluster.speculation.draft_tensors import fill, read_draft_tensors
 from cluster.speculation.eagle3_config import Eagle3Config
 from cluster.speculation.eagle3_dialects import with_our_names
+from cluster.speculation.rotary import Rotation
 
 
 class Eagle3Head(nn.Module):
@@ -45,7 +47,7 @@ class Eagle3Head(nn.Module):
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, eps) if config.final_norm else nn.Identity()
         self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(shape)
+        self.rotary = shape.rotary()
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("token_embedding", token_embedding.detach(), persistent=False)
 

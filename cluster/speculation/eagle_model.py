@@ -23,9 +23,11 @@ from cluster.engine.attention import AttentionPlan
 from cluster.engine.kv_tensors import KvLayout
 from cluster.errors import ModelLoadError
 from cluster.speculation.borrowed import BorrowedWeights
-from cluster.speculation.decoder_layer import Attention, DecoderShape, Mlp, Norm, Rotary, Rotation
+from cluster.speculation.decoder_layer import Attention, Mlp, Norm
+from cluster.speculation.decoder_shape import DecoderShape
 from cluster.speculation.draft_folder import check_architecture, read_draft_config
 from cluster.speculation.draft_tensors import fill, read_draft_tensors
+from cluster.speculation.rotary import Rotation
 
 _WHAT = "EAGLE head"
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
@@ -54,7 +56,7 @@ class EagleHead(nn.Module):
         width = config.layer.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
         self.layers = nn.ModuleList(_Layer(config.layer, index) for index in range(config.layer.num_layers))
-        self.rotary = Rotary(config.layer)
+        self.rotary = config.layer.rotary()
         self.register_buffer("token_embedding", borrowed.embedding, persistent=False)
         self.register_buffer("output_matrix", borrowed.output, persistent=False)
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
 from cluster.speculation.borrowed import BorrowedWeights
-from cluster.speculation.decoder_layer import DecoderShape, Norm
+from cluster.speculation.decoder_layer import Norm
+from cluster.speculation.decoder_shape import DecoderShape
 from cluster.speculation.eagle3_config import Eagle3Config, default_aux_layer_ids
 from cluster.speculation.eagle3_model import Eagle3Head
 from cluster.training.samples import Sample

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.speculation.borrowed import BorrowedWeights
-from cluster.speculation.decoder_layer import DecoderShape
+from cluster.speculation.decoder_shape import DecoderShape
 from cluster.speculation.eagle3_config import Eagle3Config
 from cluster.speculation.eagle3_model import Eagle3Head
 

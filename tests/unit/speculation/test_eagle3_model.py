@@ -160,7 +160,7 @@ def test_variants_that_are_not_computed_are_refused(tmp_path: Path, changes: dic
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5.0, "factor": 2.0}}, "rope_type is dynamic"),
         ({"rope_parameters": {"rope_type": "nope"}}, "rope_type is nope"),
         ({"model_type": "deepseek_v2"}, "model_type is deepseek_v2"),
-        ({"num_key_value_heads": 3}, "num_attention_heads over num_key_value_heads"),
+        ({"num_key_value_heads": 3}, "num_attention_heads modulo num_key_value_heads is 1"),
         ({"hidden_size": "wide"}, "no llama configuration"),
     ],
 )

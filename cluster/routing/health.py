@@ -60,6 +60,13 @@ class Leases:
             return HealthState.DEAD
         return HealthState.SUSPECT if lease.doubts else HealthState.LIVE
 
+    def live(self, now: float) -> set[str]:
+        """The workers that may be given requests."""
+        oldest = now - self.lease_s
+        return {
+            worker_id for worker_id, lease in self._leases.items() if lease.renewed_at >= oldest and not lease.doubts
+        }
+
     def age(self, worker_id: str, now: float) -> float:
         """Seconds since the last heartbeat; infinite if there is no lease."""
         lease = self._leases.get(worker_id)

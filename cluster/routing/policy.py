@@ -109,21 +109,31 @@ def prefill_ms(query: DispatchQuery, info: WorkerInfo, depth: Depth, model: Cost
     return model.target_ms(query.n_tokens - target, target) + draft * model.draft_token_ms
 
 
-def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cost:
-    info, depth = candidate.info, candidate.depth
-    target, draft = lacking_tokens(query, info, depth)
-    held = min(depth.target * info.model.block_size, query.n_tokens)
-    stored = query.n_tokens - held
-    ahead = max(0.0, candidate.in_flight + 1 - info.max_running)
+def decode_ms(candidate: Candidate, model: CostModel) -> float:
+    """What sharing steps with the requests there costs."""
+    return candidate.in_flight * model.decode_request_ms / candidate.acceptance
+
+
+def queue_ms(stored: float, candidate: Candidate, model: CostModel) -> float:
+    """The wait until requests that run now have ended, for a place in the batch or for the blocks of `stored`
+    tokens."""
+    ahead = max(0.0, candidate.in_flight + 1 - candidate.info.max_running)
     if stored > candidate.room_tokens:
         ahead = max(ahead, (stored - candidate.room_tokens) / max(1.0, candidate.request_tokens))
+    return ahead * model.queued_request_ms
+
+
+def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cost:
+    target, draft = lacking_tokens(query, candidate.info, candidate.depth)
+    stored = max(0, query.n_tokens - candidate.depth.target * query.block_size)
+    evicted = max(0.0, stored - max(0.0, candidate.free_tokens))
     return Cost(
         target_prefill=model.prefill_weight * model.target_ms(query.n_tokens - target, target),
         draft_prefill=model.prefill_weight * draft * model.draft_token_ms,
         backlog=candidate.backlog_ms,
-        decode=candidate.in_flight * model.decode_request_ms / candidate.acceptance,
-        queue=ahead * model.queued_request_ms,
-        eviction=model.eviction_weight * model.target_token_ms * max(0.0, stored - max(0.0, candidate.free_tokens)),
+        decode=decode_ms(candidate, model),
+        queue=queue_ms(stored, candidate, model),
+        eviction=evicted * model.eviction_weight * model.target_token_ms,
     )
 
 

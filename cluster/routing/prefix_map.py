@@ -28,6 +28,9 @@ class Depth(NamedTuple):
     draft: int
 
 
+NOTHING = Depth(0, 0)
+
+
 class PrefixMap:
     def __init__(self, max_blocks: int = 2_000_000) -> None:
         if max_blocks < 1:

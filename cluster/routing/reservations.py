@@ -1,11 +1,12 @@
-"""What was placed on a worker and isn't running there yet: reserved until its heartbeats know it, then waiting.
+"""What was placed on a worker and doesn't decode there yet: reserved until its heartbeats know it, then waiting, then
+in prefill.
 
-Without it, every request of a burst would see the same idle worker. And a worker counts a waiting prompt in full, since
-it hasn't claimed anything for it; here its share is what it is expected to lack.
+Without it, every request of a burst would see the same idle worker. And a worker counts a waiting prompt in full,
+since it hasn't claimed anything for it; here its share is what it is expected to lack.
 
 Invariants: a reservation lives from the decision until the worker's heartbeat names the request, or until `ttl_s` has
-passed (the request never arrived); a named request is remembered until the worker says that fewer wait, the oldest
-leaving first. Owned by `cluster.routing.router`.
+passed (the request never arrived); a named request waits until the worker says that fewer do, and is in prefill until
+the tokens that the worker has yet to compute are all those of younger ones. Owned by `cluster.routing.worker_state`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from cluster.routing.policy import CostModel
 
 
 class Work(NamedTuple):
@@ -48,6 +51,7 @@ class Reservations:
         self._ttl_s = ttl_s
         self._reserved: dict[str, tuple[Work, float]] = {}
         self._queue: deque[Work] = deque()
+        self._prefilling: deque[Work] = deque()
         self.reserved = _Sum()
         """Placed, and not in the worker's own figures."""
         self.waiting = _Sum()
@@ -77,7 +81,24 @@ class Reservations:
                 self._queue.append(work)
                 self.waiting.add(work)
         while len(self._queue) > waiting:
-            self.waiting.add(self._queue.popleft(), -1)
+            work = self._queue.popleft()
+            self.waiting.add(work, -1)
+            self._prefilling.append(work)
+
+    def prefilling_ms(self, tokens: int, costs: CostModel) -> float:
+        """What is left of the prefill under way, by the worker's figure of `tokens` to compute, waiting prompts
+        included."""
+        left, ms, count = max(0, tokens - self.waiting.tokens), 0.0, 0
+        for work in reversed(self._prefilling):
+            if left <= 0:
+                break
+            part = min(left, work.lacking)
+            ms += costs.target_ms(work.tokens - part, part)
+            left -= part
+            count += 1
+        while len(self._prefilling) > count:
+            self._prefilling.popleft()
+        return ms + costs.target_ms(0, left)
 
     def expire(self, now: float) -> None:
         # Equal lifetimes: the oldest stand first, and one of them that is still valid ends the search.

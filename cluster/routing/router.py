@@ -11,24 +11,25 @@ Every method takes `now`, seconds on the caller's monotonic clock. Called by the
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.core.frontier import FrontierReport
 from cluster.errors import ConfigError, StaleEpoch
-from cluster.routing.health import HealthState, Leases
+from cluster.routing.eligibility import alive, with_room
+from cluster.routing.health import Leases
 from cluster.routing.policy import Candidate, CostModel, choose, expected_frontier, lacking_tokens, prefill_ms
-from cluster.routing.prefix_map import Depth, PrefixMap
+from cluster.routing.prefix_map import NOTHING, Depth, PrefixMap
 from cluster.routing.promises import Promises
 from cluster.routing.report_order import ReportOrder, Verdict
 from cluster.routing.reservations import Work
+from cluster.routing.shortlist import shortlist
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad, WorkerStatus
 from cluster.routing.worker_state import WorkerState
 
 Hints = Mapping[tuple[str, int], Depth]
 """(worker id, epoch) -> depth, from the directory."""
-
-_NOTHING = Depth(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Router:
         self._leases = Leases(limits.lease_s)
         self._promises = Promises()
         self._workers: dict[str, WorkerState] = {}
+        self._reserved: deque[tuple[float, WorkerState]] = deque()
+        """When reservations end that aren't confirmed by then, in order of time."""
 
     # ---------------------------------------------------------------- workers
 
@@ -83,6 +86,7 @@ class Router:
         order = ReportOrder(info.epoch)
         order.note_sent(last_seq)
         self._workers[info.worker_id] = WorkerState(info, order, self._costs, self._limits.reservation_s)
+        self._promises.drop(info.worker_id)
         self.map.reset(info.worker_id)
 
     def heartbeat(self, worker_id: str, epoch: int, load: WorkerLoad, now: float) -> HeartbeatReply:
@@ -122,8 +126,8 @@ class Router:
 
     def expire(self, now: float) -> list[WorkerInfo]:
         """Ends what ran out of time; returns the workers whose lease did. To be called a few times a second."""
-        for worker in self._workers.values():
-            worker.reservations.expire(now)
+        self._end_reservations(now)
+        self._promises.expire(now)
         dead = [self._workers[worker_id].info for worker_id in self._leases.expired(now)]
         for info in dead:
             self.lose(info.worker_id, info.epoch)
@@ -139,17 +143,16 @@ class Router:
 
     def dispatch(self, query: DispatchQuery, now: float, hints: Hints | None = None) -> Placement | Refusal:
         """Chooses the cheapest worker and reserves its load, in one step."""
-        alive = [w for w in self._workers.values() if self._alive(w, query, now)]
-        if not alive:
+        self._end_reservations(now)
+        up = alive(query, self._workers.values(), self._leases, now)
+        if not up:
             return self._nobody(query)
-        for worker in alive:
-            worker.reservations.expire(now)
-        free = [w for w in alive if w.in_flight < w.info.capacity]
         depths = self._depths(query, now, hints or {}) if query.reuse else {}
-        candidates = [w.candidate(depths.get(w.info.worker_id, _NOTHING), now) for w in free]
+        few = shortlist(query, with_room(up), depths, self._costs, now, self._rng)
+        candidates = [worker.candidate(depths.get(worker.worker_id, NOTHING), now) for worker in few]
         chosen = choose(query, candidates, self._costs, self._rng)
         if chosen is None:
-            return self._full(alive)
+            return self._full(up)
         return self._reserve(query, chosen, now)
 
     def status(self, now: float) -> list[WorkerStatus]:
@@ -182,23 +185,19 @@ class Router:
                     f"{difference}: start them with the same model folder and engine options."
                 )
 
-    def _alive(self, worker: WorkerState, query: DispatchQuery, now: float) -> bool:
-        info = worker.info
-        return (
-            info.model.name == query.model
-            and info.worker_id not in query.exclude
-            and self._leases.state(info.worker_id, now) is HealthState.LIVE
-        )
+    def _end_reservations(self, now: float) -> None:
+        while self._reserved and self._reserved[0][0] <= now:
+            self._reserved.popleft()[1].expire(now)
 
     def _depths(self, query: DispatchQuery, now: float, hints: Hints) -> dict[str, Depth]:
         depths = self.map.depths(query.keys)
         for worker_id, promised in self._promises.depths(query.keys, now).items():
-            known = depths.get(worker_id, _NOTHING)
+            known = depths.get(worker_id, NOTHING)
             depths[worker_id] = Depth(max(known.target, promised.target), max(known.draft, promised.draft))
         for (worker_id, epoch), hint in hints.items():
             worker = self._find(worker_id, epoch)
             if worker is not None and not worker.order.complete:
-                known = depths.get(worker_id, _NOTHING)
+                known = depths.get(worker_id, NOTHING)
                 depths[worker_id] = Depth(max(known.target, hint.target), max(known.draft, hint.draft))
         return depths
 
@@ -208,6 +207,7 @@ class Router:
         lacking, _ = lacking_tokens(query, info, chosen.depth)
         work = Work(query.n_tokens, lacking, prefill_ms(query, info, chosen.depth, self._costs))
         worker.place(query.request_id, work, now)
+        self._reserved.append((now + self._limits.reservation_s, worker))
         if query.reuse:
             until = worker.busy_until + self._limits.promise_s
             self._promises.add(info.worker_id, query.keys, query.speculate, until)
@@ -218,11 +218,9 @@ class Router:
         reason = f"no worker serving {query.model} is alive; try again in a few seconds."
         return Refusal(reason, retry_after_s=self._limits.lease_s, saturated=False)
 
-    def _full(self, alive: list[WorkerState]) -> Refusal:
+    def _full(self, up: list[WorkerState]) -> Refusal:
         # The time until the worker with the shortest queue has finished one request.
-        shortest = min(worker.in_flight / worker.info.max_running for worker in alive)
+        shortest = min(worker.in_flight / worker.info.max_running for worker in up)
         wait_s = max(0.1, self._costs.queued_request_ms / 1000.0 / max(shortest, 1.0))
-        places = sum(worker.info.capacity for worker in alive)
-        return Refusal(
-            f"all {places} places of {len(alive)} workers are taken; try again later.", wait_s, saturated=True
-        )
+        places = sum(worker.info.capacity for worker in up)
+        return Refusal(f"all {places} places of {len(up)} workers are taken; try again later.", wait_s, saturated=True)

@@ -5,8 +5,8 @@ decoding goes on, steps are alike, and the worker runs as many as it takes until
 submission cuts that short at the next step's end. Invariants: requests start in the order in which they came; one
 that started has all the blocks that it will need, so it ends.
 
-Differs from the real worker in that: room for an answer is taken when its request starts, not as it grows, so that none
-is preempted; prompts are published when their prefill ends, not chunk by chunk. Driven by `simulation`.
+Differs from the real worker in one thing: room for an answer is taken when its request starts, not as it grows, so that
+none is preempted. Driven by `simulation`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from heapq import heappop, heappush
 from math import ceil, floor
 
@@ -51,6 +52,21 @@ class Job:
     def left(self) -> int:
         return self.request.prompt_tokens - self.start - self.done
 
+    @property
+    def next_block(self) -> int | None:
+        """The first full block of its prompt that it doesn't hold in the target pool."""
+        depth = self.holds[0].depth
+        return self.request.prompt[depth] if depth < len(self.request.prompt) else None
+
+
+class Verdict(Enum):
+    """What became of a waiting request: WAITS means that a request of this step computes the very block that it lacks
+    first, so that it can share it in the next one."""
+
+    STARTED = auto()
+    WAITS = auto()
+    NO_ROOM = auto()
+
 
 class SimWorker:
     def __init__(self, index: int, spec: WorkerSpec, block_size: int) -> None:
@@ -67,6 +83,8 @@ class SimWorker:
         self.started_since_news: list[int] = []
         self._prefilling: deque[Job] = deque()
         self._chunks: list[tuple[Job, int]] = []
+        self._computing: set[int] = set()
+        """The first block that each prompt of the present step adds."""
         self._decoding: list[tuple[int, int, Job]] = []
         self._steps = 0
         self._speculative = 0
@@ -117,6 +135,7 @@ class SimWorker:
     def _next(self, now: float) -> None:
         """Plans what runs from now on."""
         self._began, self._chunks = now, []
+        self._computing.clear()
         rows = len(self._decoding)
         self._fill(self.spec.token_budget - rows)
         times = self.spec.times
@@ -140,22 +159,33 @@ class SimWorker:
             if budget <= 0:
                 return
             budget -= self._chunk(job, budget)
-        while budget > 0 and self.waiting and self.running < self.spec.max_running and self._start(self.waiting[0]):
-            job = self.waiting.popleft()
-            self._prefilling.append(job)
-            budget -= self._chunk(job, budget)
+        at = 0
+        while budget > 0 and at < len(self.waiting) and self.running < self.spec.max_running:
+            match self._start(self.waiting[at]):
+                case Verdict.NO_ROOM:
+                    return
+                case Verdict.WAITS:
+                    at += 1
+                case Verdict.STARTED:
+                    job = self.waiting[at]
+                    del self.waiting[at]
+                    self._prefilling.append(job)
+                    budget -= self._chunk(job, budget)
 
     def _chunk(self, job: Job, budget: int) -> int:
         tokens = min(job.left, budget)
         self._chunks.append((job, tokens))
+        following = job.next_block
+        if following is not None and (job.start + job.done + tokens) // self.block_size > job.holds[0].depth:
+            self._computing.add(following)
         return tokens
 
     def _end_chunks(self, now: float) -> Iterator[Job]:
         for job, tokens in self._chunks:
             job.done += tokens
+            self._publish(job, job.request.prompt[: (job.start + job.done) // self.block_size])
             if job.left == 0:
                 self._prefilling.remove(job)
-                self._publish(job, job.request.prompt)
                 job.first_token = now
                 self._decode(job)
                 yield job
@@ -183,7 +213,7 @@ class SimWorker:
 
     # ---------------------------------------------------------------- blocks
 
-    def _start(self, job: Job) -> bool:
+    def _start(self, job: Job) -> Verdict:
         """Claims what the pools hold of the prompt and takes all the blocks that the request will need."""
         request = job.request
         pools = (self.target, self.draft) if request.speculative else (self.target,)
@@ -194,13 +224,14 @@ class SimWorker:
             pool.hold(request.prompt[:depth])
             holds.append(Hold(pool, depth, 0))
         job.holds = tuple(holds)
+        waits = job.next_block in self._computing
         for hold in holds:
-            if not hold.pool.take(needed - hold.depth):
+            if waits or not hold.pool.take(needed - hold.depth):
                 self._release(job)
-                return False
+                return Verdict.WAITS if waits else Verdict.NO_ROOM
             hold.own = needed - hold.depth
         self._begin(job, depths)
-        return True
+        return Verdict.STARTED
 
     def _begin(self, job: Job, depths: Sequence[int]) -> None:
         most = job.request.prompt_tokens - 1

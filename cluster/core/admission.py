@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
+from cluster.core.draft_gap import FixedGaps, GapPolicy
 from cluster.core.draft_length import MEMORY, DraftLength, FixedDraftLength
 from cluster.core.drafts import NO_DRAFTS, Drafts
+from cluster.core.handle import Coupling
 from cluster.core.paired_cache import DRAFT, TARGET, CacheHandle, PairedCache
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.step_builder import StepBuilder, Verdict, rank_of
@@ -27,15 +29,22 @@ from cluster.errors import CapacityExceeded, InvalidRequest, PromptTooLarge
 
 
 class Admission:
-    """The queue of one worker, over one cache. `shape` says what its drafter needs, `lengths` how much it drafts."""
+    """The queue of one worker, over one cache. `shape` says what its drafter needs, `lengths` how much it drafts, and
+    `gaps` whether requests start behind a hole in the draft's KV."""
 
     def __init__(
-        self, cache: PairedCache, limits: AdmissionLimits, shape: DraftShape, lengths: DraftLength | None = None
+        self,
+        cache: PairedCache,
+        limits: AdmissionLimits,
+        shape: DraftShape,
+        lengths: DraftLength | None = None,
+        gaps: GapPolicy | None = None,
     ) -> None:
         self.cache = cache
         self.limits = limits
         self.shape = shape
         self.lengths: DraftLength = FixedDraftLength() if lengths is None else lengths
+        self.gaps: GapPolicy = FixedGaps() if gaps is None else gaps
         self._waiting: list[Request] = []
         self._running: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}
@@ -183,7 +192,7 @@ class Admission:
             request = self._waiting[at]
             if request.handle is None or request in step.preempted:
                 return
-            match step.admit(request, request.handle):
+            match step.admit(request, request.handle, self._skips_gap(request, request.handle)):
                 case Verdict.NO_ROOM:
                     return  # the next in rank must not take the room that this one waits for
                 case Verdict.WAITS:
@@ -192,6 +201,12 @@ class Admission:
                     del self._waiting[at]
                     request.status = RequestStatus.RUNNING
                     self._running[request.request_id] = request
+
+    def _skips_gap(self, request: Request, handle: CacheHandle) -> bool:
+        found = self.cache.probe(handle)
+        if self.shape.coupling is not Coupling.JOINT or found.draft is None or found.draft >= found.target:
+            return False
+        return self.gaps.skips(found.target - found.draft, request.sampling.max_tokens - len(request.output))
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1
@@ -221,6 +236,8 @@ class Admission:
             request.first_frontier = row.claim.frontier
         if new_tokens:
             request.acceptance.observe(row.drafts.depth, len(new_tokens) - 1, MEMORY)
+        if row.num_drafts:
+            self.gaps.observe(handle.has_hole, len(new_tokens) - 1)
         self.cache.append(handle, new_tokens)
         request.output += new_tokens
         request.drafts = next_drafts

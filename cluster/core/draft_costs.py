@@ -1,7 +1,7 @@
 """What one more draft costs, as a share of a step without drafts: given, or measured while requests run.
 
 Invariant: costs decide how much is drafted, never which tokens come out. `MeasuredCosts` is fed by the step runner with
-the times of decode steps, and asked by `AdaptiveDraftLength`; both on the engine's thread.
+the times of its steps, and asked by `AdaptiveDraftLength` and `PredictedGaps`; all on the engine's thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ class DraftCosts(Protocol):
     def per_draft(self, running: int) -> float:
         """By how much a step grows for each draft of every request, while so many run; 1 is a step without drafts."""
 
+    def per_prompt_token(self) -> float:
+        """Time to compute one more token of a prompt in target and draft; 1 is a decode step."""
+
 
 @dataclass(frozen=True, slots=True)
 class FixedCosts:
@@ -26,6 +29,9 @@ class FixedCosts:
 
     def per_draft(self, running: int) -> float:
         return self.draft + self.token * running
+
+    def per_prompt_token(self) -> float:
+        return self.token
 
 
 @dataclass(slots=True)
@@ -60,7 +66,7 @@ class _Line:
 @dataclass(slots=True)
 class MeasuredCosts:
     """Learns from steps in which every row decodes: the target's time over its tokens, the drafter's over the depth of
-    its drafts. Until `enough` steps were seen, `prior` answers."""
+    its drafts; and from the others what tokens of prompts cost. Until `enough` steps were seen, `prior` answers."""
 
     prior: DraftCosts = field(default_factory=FixedCosts)
     memory: float = 0.99
@@ -70,9 +76,10 @@ class MeasuredCosts:
     _depths: float = 0.0
     _target: _Line = field(init=False)
     _drafter: _Line = field(init=False)
+    _prompt: _Line = field(init=False)
 
     def __post_init__(self) -> None:
-        self._target, self._drafter = _Line(self.memory), _Line(self.memory)
+        self._target, self._drafter, self._prompt = _Line(self.memory), _Line(self.memory), _Line(self.memory)
 
     def observe(self, rows: int, drafts: int, verified_depth: int, target_s: float, depth: int, draft_s: float) -> None:
         """A step verified `drafts` tokens, of `verified_depth` over all rows, beside one token for each of its `rows`,
@@ -83,12 +90,22 @@ class MeasuredCosts:
         self._target.add(rows + drafts, target_s)
         self._drafter.add(depth, draft_s)
 
+    def observe_prompt(self, tokens: int, seconds: float) -> None:
+        """A step with tokens of prompts among its `tokens` took so long, drafting included."""
+        self._prompt.add(tokens, seconds)
+
     def per_draft(self, running: int) -> float:
         step = self._target.at(running) if self._steps else 0.0
         if self._steps < self.enough or step <= 0:
             return self.prior.per_draft(running)
         nodes = self._drafts / self._depths if self._depths else 1.0  # above 1 for trees
         return (self._draft_s() + (self._target.slope or 0.0) * running * nodes) / step
+
+    def per_prompt_token(self) -> float:
+        slope = self._prompt.slope
+        if self._steps < self.enough or slope is None:
+            return self.prior.per_prompt_token()
+        return slope * self._target.weight / (self._target.y + self._drafter.y)
 
     def _draft_s(self) -> float:
         """Seconds for each level of drafts. Where the depth never varied, all of the drafter's time is theirs."""

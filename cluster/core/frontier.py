@@ -16,7 +16,7 @@ from dataclasses import dataclass
 class Frontier:
     """Tokens of one sequence that can be reused from the target pool, from the draft pool (None: it takes no part),
     and jointly. A pool computes from its own depth on where cursors are independent, and from `joint` on where they
-    are not."""
+    are not; that lies above `draft` where a claim left a hole in the draft's KV."""
 
     target: int
     draft: int | None

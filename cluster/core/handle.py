@@ -14,6 +14,9 @@ from cluster.core.frontier import Frontier
 from cluster.core.holding import BlockCopy, Holding
 from cluster.core.keys import TokenBuffer
 
+TARGET, DRAFT = "target", "draft"
+"""Names of the two pools that matter most."""
+
 
 class Coupling(StrEnum):
     """How the cursors of a request's pools are tied.
@@ -66,6 +69,11 @@ class CacheHandle:
     def pools(self) -> tuple[str, ...]:
         """The pools that this request uses, the target first."""
         return tuple(self.holdings)
+
+    @property
+    def has_hole(self) -> bool:
+        """Whether the draft's KV lacks positions that come before its cursor."""
+        return DRAFT in self.holdings and self.holdings[DRAFT].hole is not None
 
     def cursor(self, pool: str) -> int:
         """Positions whose KV is computed and valid. KeyError if the request doesn't use the pool."""

@@ -4,8 +4,12 @@ The table's first `published` blocks lie in the pool's tree and may have other r
 Positions below `cursor` have valid KV. Positions below `published * block_size` must not be written: where they are
 computed again (for logits or hidden states), the KV goes to a trash block.
 
-Invariant: cursor <= capacity and cursor <= the stream's known units, so what is published was computed from known
-tokens only. Driven by `PairedCache`, which keeps the holdings of one request in step."""
+A draft may start behind a hole: blocks that nobody computes for this request, because its pool has them no longer. The
+table names the trash block there, whose id is one past the pool's last.
+
+Invariants: cursor <= capacity and cursor <= the stream's known units, so what is published was computed from known
+tokens only; nothing after a hole is published, since it was computed without what belongs there. Driven by
+`PairedCache`, which keeps the holdings of one request in step."""
 
 from __future__ import annotations
 
@@ -39,6 +43,7 @@ class Holding:
         "block_size",
         "cursor",
         "found",
+        "hole",
         "leaf",
         "pool",
         "published",
@@ -58,6 +63,8 @@ class Holding:
         self.cursor = 0
         self.found = 0
         """Units that the last claim found published."""
+        self.hole: range | None = None
+        """Positions below the cursor that have no KV, from the end of the published blocks on."""
         self._raw = raw
         self._weight = weight
         self._page: int | None = None
@@ -73,6 +80,11 @@ class Holding:
     def capacity(self) -> int:
         """Positions that the block table covers."""
         return len(self.table) * self.block_size
+
+    @property
+    def own(self) -> list[int]:
+        """Blocks that only this request holds."""
+        return self.table[self.published if self.hole is None else self.hole.stop // self.block_size :]
 
     # ------------------------------------------------------------ claiming
 
@@ -119,14 +131,23 @@ class Holding:
         if self._raw is not None and self._raw.n_keys < self.held // self._raw.block_size:
             self._raw.adopt_keys(self.pool.tree.names_to(self.leaf))
 
+    def skip_to(self, position: int) -> None:
+        """Leaves a hole of whole blocks between what was claimed, which ended with a block, and `position`, which
+        begins one."""
+        if position > self.cursor:
+            self.hole = range(self.cursor, position)
+            self.table += [self.pool.spec.num_blocks] * (len(self.hole) // self.block_size)
+            self.cursor = position
+
     def release(self) -> None:
         """Gives everything back: published blocks stay cached in the tree, the others become free."""
+        self.pool.give_back(self.own)
         if self.leaf is not None:
             self.pool.tree.release(self.leaf, self._weight)
             self.leaf = None
-        self.pool.give_back(self.table[self.published :])
         self.table = []
         self.published = self.cursor = self.found = 0
+        self.hole = None
 
     # ------------------------------------------------------------ growing
 
@@ -165,7 +186,7 @@ class Holding:
         wholly beyond."""
         self.cursor += computed
         complete = self.cursor // self.block_size
-        if complete > self.published and self.reuse:
+        if complete > self.published and self.reuse and self.hole is None:
             self._publish(complete)
         self.shrink(len(self.table))
 
@@ -180,7 +201,7 @@ class Holding:
 
     def publish_tail(self) -> None:
         """Publishes the last, partial block, if anything in it is computed. The request must be released next."""
-        if self.cursor <= self.held or not self.reuse:
+        if self.cursor <= self.held or not self.reuse or self.hole is not None:
             return
         units = self.stream.words(self.held, self.cursor)
         if self.pool.tree.publish_tail(self._leaf(), units, self.table[self.published], self._weight):

@@ -35,7 +35,7 @@ def _raise_for(where: str, problems: Iterable[str]) -> None:
 
 def _pool_problems(pool: BlockPool, holdings: Sequence[Holding]) -> Iterable[str]:
     published = [block for run in pool.tree.runs() for block in run.blocks]
-    private = [block for holding in holdings for block in holding.table[holding.published :]]
+    private = [block for holding in holdings for block in holding.own]
     if sorted([*pool.tree.free, *published, *private]) != list(range(pool.spec.num_blocks)):
         yield "a block is lost or held twice"
     users: Counter[int] = Counter()
@@ -80,5 +80,11 @@ def _holding_problems(handle: CacheHandle, holding: Holding) -> Iterable[str]:
         yield "the block table disagrees with the tree"
     if holding.cursor > min(holding.capacity, holding.stream.n_units):
         yield "the cursor is ahead of what is reserved or known"
+    hole, size = holding.hole, holding.block_size
+    if hole is not None and (
+        hole.start != holding.held
+        or set(holding.table[hole.start // size : hole.stop // size]) != {holding.pool.spec.num_blocks}
+    ):
+        yield "a hole isn't between what is published and what is the request's own"
     if handle.status is not HandleStatus.CLAIMED and (holding.table or holding.cursor or handle.reservation):
         yield f"it is {handle.status} but holds blocks"

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from cluster.core.block_pool import BlockPool, PoolMeters, PoolSpec, split_budget
+from cluster.core.claiming import claim_pools, frontier_of
 from cluster.core.eviction import EvictionPolicy, LeastRecentlyUsed
 from cluster.core.frontier import Frontier
-from cluster.core.handle import CacheHandle, Claim, Coupling, HandleStatus, Reservation
+from cluster.core.handle import DRAFT, TARGET, CacheHandle, Claim, Coupling, HandleStatus, Reservation
 from cluster.core.holding import BlockCopy, Holding
 from cluster.core.invariants import check_pools
 from cluster.core.keys import Contents, KeyStream, ReuseScope, TokenBuffer
@@ -27,6 +28,8 @@ from cluster.core.prefix_tree import PrefixTree
 from cluster.core.runs import Run
 
 __all__ = [
+    "DRAFT",
+    "TARGET",
     "BlockCopy",
     "CacheHandle",
     "Claim",
@@ -38,11 +41,6 @@ __all__ = [
     "Reservation",
     "split_budget",
 ]
-
-TARGET, DRAFT = "target", "draft"
-
-RECLAIMS = 2
-"""How often a claim is tried again at a smaller depth, before it settles for nothing."""
 
 
 class PairedCache:
@@ -111,54 +109,18 @@ class PairedCache:
 
     def probe(self, handle: CacheHandle) -> Frontier:
         """What a claim would find now. Changes nothing."""
-        return self._frontier(handle, [holding.depth() for holding in handle.holdings.values()])
+        return frontier_of(handle, [holding.depth() for holding in handle.holdings.values()])
 
-    def claim(self, handle: CacheHandle) -> Claim:
+    def claim(self, handle: CacheHandle, skip_gap: bool = False) -> Claim:
         """Takes what is published of the handle's tokens and sets the cursors behind it, perhaps at 0.
 
-        The last known token is never covered: its logits are needed. Copy-on-write pages are allocated before
-        anything is pinned; if that, or an eviction it causes, leaves less than was found, all pools are claimed again
-        at what is left."""
+        The last known token is never covered: its logits are needed. With `skip_gap`, a draft that starts where the
+        target does may hold less than it: then there is a hole in its KV, and nothing after it will be published."""
         if handle.status is not HandleStatus.IDLE:
             raise ValueError(f"request {handle.request_id} is {handle.status}; only an idle handle can claim")
-        holdings = list(handle.holdings.values())
-        wanted = self._limits(handle, [holding.depth() for holding in holdings])
-        copies: tuple[BlockCopy, ...] = ()
-        for _ in range(1 + RECLAIMS):
-            copies = self._take(holdings, wanted)
-            got = [holding.cursor for holding in holdings]
-            if got == wanted:
-                break
-            copies = ()
-            for holding in holdings:
-                holding.release()
-            wanted = self._limits(handle, got)
+        claim = claim_pools(handle, self.coupling, skip_gap)
         handle.status = HandleStatus.CLAIMED
-        return Claim(self._frontier(handle, [holding.found for holding in holdings]), copies)
-
-    @staticmethod
-    def _take(holdings: Sequence[Holding], depths: Sequence[int]) -> tuple[BlockCopy, ...]:
-        for holding, depth in zip(holdings, depths, strict=True):
-            holding.prepare(depth)
-        # The target last: it is the one whose depth the others bound.
-        taken = [holding.take(depth) for holding, depth in zip(reversed(holdings), reversed(depths), strict=True)]
-        return tuple(copy for copy in taken if copy is not None)
-
-    def _limits(self, handle: CacheHandle, depths: Sequence[int]) -> list[int]:
-        """How far each pool may start, given what each holds."""
-        most = max(0, handle.tokens.n_tokens - 1)
-        if self.coupling is not Coupling.INDEPENDENT:
-            most = min(most, *depths)
-        return [min(depth, most) for depth in depths]
-
-    def _frontier(self, handle: CacheHandle, depths: Sequence[int]) -> Frontier:
-        found = dict(zip(handle.holdings, depths, strict=True))
-        most = max(0, handle.tokens.n_tokens - 1)
-        return Frontier(
-            target=min(found[TARGET], most),
-            draft=min(found[DRAFT], most) if DRAFT in found else None,
-            joint=min(most, *depths),
-        )
+        return claim
 
     # ------------------------------------------------------------ growing
 

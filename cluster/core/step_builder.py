@@ -70,12 +70,14 @@ class StepBuilder:
         if request.status is RequestStatus.RUNNING:
             self._schedule(request, _handle_of(request), request.drafts.first(max_drafts), None)
 
-    def admit(self, request: Request, handle: CacheHandle) -> Verdict:
-        """Claims blocks for a waiting request and schedules its first chunk. If it isn't admitted, it holds nothing."""
+    def admit(self, request: Request, handle: CacheHandle, skip_gap: bool) -> Verdict:
+        """Claims blocks for a waiting request and schedules its first chunk. If it isn't admitted, it holds nothing.
+
+        `skip_gap` is that of `PairedCache.claim`."""
         while len(self._holders) >= self._limits.max_batch:
             if not self._preempt_for(request, newcomer=True):
                 return Verdict.NO_ROOM
-        claim = self._cache.claim(handle)
+        claim = self._cache.claim(handle, skip_gap)
         block = _next_block(handle)
         waits = block is not None and block in self._computing.values()
         if waits or not self._schedule(request, handle, NO_DRAFTS, claim):

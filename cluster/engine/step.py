@@ -85,16 +85,24 @@ class StepRunner:
         self._line_up(outcomes)
         verified = perf_counter()
         outcomes = self._draft(outcomes, batch, forward.hidden, outputs)
-        if self._costs is not None and all(row.needs_logits and row.num_known == 1 for row in plan.rows):
-            self._costs.observe(
-                rows=len(plan.rows),
-                drafts=sum(row.num_drafts for row in plan.rows),
-                verified_depth=sum(row.drafts.depth for row in plan.rows),
-                target_s=verified - began,
-                depth=max(outcome.next_drafts.depth for outcome in outcomes),
-                draft_s=perf_counter() - verified,
-            )
+        if self._costs is not None:
+            self._learn(self._costs, outcomes, verified - began, perf_counter() - verified)
         return outcomes
+
+    @staticmethod
+    def _learn(costs: MeasuredCosts, outcomes: Sequence[RowOutcome], target_s: float, draft_s: float) -> None:
+        rows = [outcome.row for outcome in outcomes]
+        if not all(row.needs_logits and row.num_known == 1 for row in rows):
+            costs.observe_prompt(sum(len(row.tokens) for row in rows), target_s + draft_s)
+            return
+        costs.observe(
+            rows=len(rows),
+            drafts=sum(row.num_drafts for row in rows),
+            verified_depth=sum(row.drafts.depth for row in rows),
+            target_s=target_s,
+            depth=max(outcome.next_drafts.depth for outcome in outcomes),
+            draft_s=draft_s,
+        )
 
     def _verify(
         self, rows: Sequence[RowPlan], logits: Tensor, outputs: Mapping[str, RequestOutput]

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape
 from cluster.core.draft_costs import FixedCosts
+from cluster.core.draft_gap import FixedGaps, PredictedGaps
 from cluster.core.draft_length import AdaptiveDraftLength
 from cluster.core.handle import Coupling
 from cluster.core.paired_cache import PairedCache, PoolSpec
@@ -41,6 +42,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         drafts=st.integers(0, 4),
         positions=st.sampled_from((None, 12)),
         adaptive=st.booleans(),
+        gaps=st.sampled_from((None, FixedGaps(skip=True), "predicted")),
         seed=st.integers(0, 2**32),
     )
     def build(
@@ -54,6 +56,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         drafts: int,
         positions: int | None,
         adaptive: bool,
+        gaps: FixedGaps | str | None,
         seed: int,
     ) -> None:
         coupling, span = mode
@@ -66,6 +69,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             DraftShape(coupling, span, drafts, positions),
             random.Random(seed),
             lengths=AdaptiveDraftLength(FixedCosts(0.3, 0.1), retry=2) if adaptive else None,
+            gaps=PredictedGaps(FixedCosts()) if isinstance(gaps, str) else gaps,
         )
         self.admission = self.worker.admission
         self.requests: list[Request] = []
@@ -143,6 +147,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         if twice:
             self.admission.revert(plan)
         assert all(meters.reserved == 0 for meters in self.cache.meters().values())
+
+    @rule(count=st.integers(1, 20), pool=st.sampled_from(("target", "draft")))
+    def evict(self, count: int, pool: str) -> None:
+        if pool in self.cache.pools:
+            self.cache.pools[pool].tree.evict(count)
 
     @precondition(lambda self: bool(self.requests))
     @rule(which=st.integers(0, 99), in_step=st.booleans())

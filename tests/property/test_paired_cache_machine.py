@@ -79,37 +79,48 @@ class PairedCacheMachine(RuleBasedStateMachine):
         use_draft=st.sampled_from((True, True, True, False)),
         reuse=st.sampled_from((True, True, True, False)),
         weight=st.sampled_from((0.5, 1.0, 4.0)),
+        skip=st.booleans(),
     )
     def arrive(
-        self, source: int, keep: int, more: list[int], salt: bytes, use_draft: bool, reuse: bool, weight: float
+        self,
+        source: int,
+        keep: int,
+        more: list[int],
+        salt: bytes,
+        use_draft: bool,
+        reuse: bool,
+        weight: float,
+        skip: bool,
     ) -> None:
         prompt = [*self.history[source % len(self.history)][:keep], *more]
         self.history = [*self.history[-20:], prompt]
         name = f"r{len(self.history)}"
         handle = self.cache.open(name, prompt, tenant_salt=salt, use_draft=use_draft, reuse=reuse, weight=weight)
         self.live.append(Sequencer(self.oracle, handle, self.rng))
-        self._claim(self.live[-1])
+        self._claim(self.live[-1], skip)
 
     @precondition(lambda self: bool(self.live))
-    @rule(which=st.integers(0, 99), fail=st.integers(0, 3))
-    def suspend_and_resume(self, which: int, fail: int) -> None:
+    @rule(which=st.integers(0, 99), fail=st.integers(0, 3), skip=st.booleans())
+    def suspend_and_resume(self, which: int, fail: int, skip: bool) -> None:
         request = self.live[which % len(self.live)]
         self.cache.suspend(request.handle)
         assert all(meters.reserved == 0 for meters in self.cache.meters().values())
         self.fail_next = fail
-        self._claim(request)
+        self._claim(request, skip)
 
-    def _claim(self, request: Sequencer) -> None:
+    def _claim(self, request: Sequencer, skip: bool) -> None:
         handle = request.handle
         probed = self.cache.probe(handle)
         for pool in handle.pools:
             holding = handle.holdings[pool]
             assert holding.depth() == (self.oracle.best_depth(handle, pool) if holding.reuse else 0)
-        request.claim()
+        request.claim(skip)
         self.fail_next = 0
         if self.cache.coupling is Coupling.JOINT:
             assert len({handle.cursor(pool) for pool in handle.pools}) == 1
-            assert handle.cursor("target") <= probed.joint
+            holes = [holding.hole for holding in handle.holdings.values() if holding.hole is not None]
+            assert handle.cursor("target") <= (probed.target if skip else probed.joint)
+            assert not holes or (skip and holes == [handle.holdings["draft"].hole])
 
     @precondition(lambda self: bool(self.live))
     @rule(which=st.integers(0, 99), chunk=st.integers(1, 20), fail=st.integers(0, 3))

@@ -19,6 +19,8 @@ from cluster.core.runs import Run
 
 Cell = tuple[int, ...]
 GARBAGE = (-1,)
+INCOMPLETE = -2
+"""Ends a cell that was computed without what belongs in a hole: right for its own request, and for nobody else."""
 
 
 class OracleTensors:
@@ -48,17 +50,23 @@ class OracleTensors:
         table = handle.block_table(pool)
         for position in range(max(start, handle.held(pool)), end):
             known = position + span < len(tokens)
-            cell = tuple(tokens[: position + span + 1]) if known else GARBAGE
+            cell = self._right(handle, pool, position, tokens) if known else GARBAGE
             self.cells[pool, table[position // size], position % size] = cell
+
+    def _right(self, handle: CacheHandle, pool: str, position: int, tokens: Sequence[int]) -> Cell:
+        """What belongs at a position for this request."""
+        hole, cell = handle.holdings[pool].hole, tuple(tokens[: position + self.cache.pools[pool].spec.span + 1])
+        return cell if hole is None or position < hole.start else (*cell, INCOMPLETE)
 
     def check_handle(self, handle: CacheHandle) -> None:
         """Every position that the request counts as computed, or shares, holds the KV of its own tokens."""
         tokens = handle.tokens.tokens()
         for pool in handle.pools:
-            span = self.cache.pools[pool].spec.span
+            span, hole = self.cache.pools[pool].spec.span, handle.holdings[pool].hole or range(0)
             for position in range(max(handle.cursor(pool), min(handle.held(pool), len(tokens) - span))):
                 cell = self.read(handle, pool, position)
-                assert cell == tuple(tokens[: position + span + 1]), f"{handle.request_id} {pool} {position}: {cell}"
+                right = None if position in hole else self._right(handle, pool, position, tokens)
+                assert cell == right, f"{handle.request_id} {pool} {position}: {cell}"
 
     def published(self, pool: str) -> Iterator[tuple[Run, int, Cell]]:
         """(run, position, cell) of every published cell."""
@@ -147,9 +155,9 @@ class Sequencer:
     def tokens(self) -> list[int]:
         return self.handle.tokens.tokens()
 
-    def claim(self) -> None:
+    def claim(self, skip_gap: bool = False) -> None:
         """Claims, and carries the copies out."""
-        self.oracle.copy(self.cache.claim(self.handle).copies)
+        self.oracle.copy(self.cache.claim(self.handle, skip_gap).copies)
 
     def _cursors(self) -> dict[str, int]:
         return {pool: self.handle.cursor(pool) for pool in self.handle.pools}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cluster.core.admission import Admission
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
+from cluster.core.draft_gap import GapPolicy
 from cluster.core.draft_length import DraftLength
 from cluster.core.drafts import Drafts
 from cluster.core.handle import Coupling
@@ -49,9 +50,10 @@ class OracleWorker:
         rng: random.Random,
         guess: float = 0.6,
         lengths: DraftLength | None = None,
+        gaps: GapPolicy | None = None,
     ) -> None:
         self.oracle = oracle
-        self.admission = Admission(oracle.cache, limits, shape, lengths)
+        self.admission = Admission(oracle.cache, limits, shape, lengths, gaps)
         self.rng = rng
         self.guess = guess
         self.plans: list[StepPlan] = []

@@ -136,7 +136,7 @@ class _Group:
         self._device = kv.device
         self._workspace = workspace
         self._length = rows[0].length
-        self._ordinary = all(row.layout is None for row in rows)
+        self._ordinary = all(row.layout is None and not row.hole for row in rows)
         first, last = rows[0].offset, rows[-1].offset + self._length
         self.whole = first == 0 and last - first == len(rows) * self._length
         self.queries = self._select(first, last)

@@ -22,6 +22,9 @@ from cluster.engine.kv_tensors import KvTensors
 class PagedRow:
     """`tokens` of one sequence in slots `start ..`; `block_table` covers slots `0 .. start + len(tokens)`.
 
+    Where the table names the trash block, in one stretch before `start`, the sequence has a hole: blocks that nobody
+    computed, which no token sees.
+
     visible: bool [tokens, w], which of the row's last w slots, its own being the very last, each token sees; they all
     see what lies before these w. None: each token sees itself and all before it.
     positions: RoPE positions of those w slots (of the tokens alone without `visible`), in which sliding windows are
@@ -70,7 +73,8 @@ class Layout:
 class RowExtent:
     """Where a row lies in the packed batch (`offset`, `length`) and what it attends to (`start + length` slots).
 
-    `layout` is None for the ordinary row, whose tokens see all before them.
+    `layout` is None for the ordinary row, whose tokens see all before them. `hole` are the slots of the sequence that
+    were left out: `blocks` and `start` count without them.
     """
 
     offset: int
@@ -78,19 +82,21 @@ class RowExtent:
     start: int
     blocks: tuple[int, ...]
     layout: Layout | None = None
+    hole: range = range(0)
 
     @property
     def context(self) -> int:
         return self.start + self.length
 
     def first_seen(self, window: int | None) -> int:
-        """The first slot to read, where a token sees so many positions."""
+        """The first slot to read, where a token sees so many positions; or one before it, if there is a hole."""
         if window is None:
             return 0
         if self.layout is None:
             return max(0, self.start - window + 1)
         positions = self.layout.positions
-        return max(0, min(min(positions[-self.length :]) - window + 1, self.context - len(positions)))
+        earliest = min(positions[-self.length :]) - len(self.hole)
+        return max(0, min(earliest - window + 1, self.context - len(positions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,13 @@ class PackedBatch:
         return self.slots.shape[0]
 
 
+def _hole(table: tuple[int, ...], kv: KvTensors) -> range:
+    """The slots for which a block table names the trash block."""
+    count = table.count(kv.num_blocks)
+    first = table.index(kv.num_blocks) if count else 0
+    return range(first * kv.block_size, (first + count) * kv.block_size)
+
+
 def pack(rows: Sequence[PagedRow], kv: KvTensors) -> PackedBatch:
     """Lay `rows` end to end. Index tensors are built here, once per step, not per layer."""
     ids: list[int] = []
@@ -118,7 +131,9 @@ def pack(rows: Sequence[PagedRow], kv: KvTensors) -> PackedBatch:
         end = row.start + len(row.tokens)
         table = tuple(row.block_table[: -(-end // size)])
         layout = Layout.of(row)
-        extents.append(RowExtent(len(ids), len(row.tokens), row.start, table, layout))
+        hole = _hole(table, kv)
+        blocks = table if not hole else table[: hole.start // size] + table[hole.stop // size :]
+        extents.append(RowExtent(len(ids), len(row.tokens), row.start - len(hole), blocks, layout, hole))
         ids.extend(row.tokens)
         positions.extend(range(row.start, end) if layout is None else layout.positions[-len(row.tokens) :])
         written_from = min(max(row.start, row.held), end)

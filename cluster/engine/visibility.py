@@ -27,6 +27,9 @@ def hidden_slots(
     seen = torch.tensor(starts, device=device)[:, None, None] + torch.arange(read, device=device)
     hidden = seen > at
     for index, (row, first) in enumerate(zip(rows, starts, strict=True)):
+        if row.hole:  # from here on, positions
+            at[index] += len(row.hole)
+            seen[index, 0, max(0, row.hole.start - first) :] += len(row.hole)
         if row.layout is not None:
             end = row.context - first
             positions = torch.tensor(row.layout.positions, device=device)

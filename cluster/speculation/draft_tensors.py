@@ -38,23 +38,15 @@ def read_draft_tensors(
     return tensors
 
 
-def fill(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-    what: str,
-    folder: Path,
-    *,
-    optional: Collection[str] = (),
-) -> None:
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], what: str, folder: Path) -> None:
     """Make `tensors` the parameters and buffers of `module` that have their names; nothing is copied.
 
     Floats keep the type that they have in the checkpoint. `module` may be on the meta device, so that it need not be
-    initialised first. A name in `optional` may be absent: what the module holds stays. Raises ModelLoadError for a
-    tensor that is absent, left over, of another shape, or a float where the module has integers or the other way round.
-    `what` names the kind of draft, such as "EAGLE3 head".
+    initialised first. Raises ModelLoadError for a tensor that is absent, left over, of another shape, or a float where
+    the module has integers or the other way round. `what` names the kind of draft, such as "EAGLE3 head".
     """
     own = module.state_dict()
-    lacking = sorted(own.keys() - tensors.keys() - set(optional))
+    lacking = sorted(own.keys() - tensors.keys())
     if lacking:
         raise ModelLoadError(f"The {what} in {folder} lacks tensor {_some(lacking)}: use a complete checkpoint.")
     left_over = sorted(tensors.keys() - own.keys())
@@ -75,7 +67,7 @@ def fill(
                 "quantised drafts are not supported, use the original checkpoint."
             )
     taken = {name: t if t.is_floating_point() else t.to(own[name].dtype) for name, t in tensors.items()}
-    module.load_state_dict(taken, strict=False, assign=True)
+    module.load_state_dict(taken, assign=True)
 
 
 def _read_safetensors(file: WeightFile, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

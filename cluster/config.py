@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from cluster.config_errors import nearest, sentence
+from cluster.core.draft_gap import DraftGap
 from cluster.errors import ConfigError, show
 from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder, drafts_trees
 
@@ -64,6 +65,8 @@ class SpeculativeConfig(BaseModel):
     """Tokens drafted in each step."""
     adaptive_length: bool = False
     """Draft fewer tokens, down to none, where recent acceptance and measured times don't pay for more."""
+    draft_gap: DraftGap = DraftGap.CLIP
+    """What a request does where the draft's pool holds less of its prompt than the target's: clip, skip or auto."""
     prompt_lookup_min: int = Field(default=1, ge=1, le=16)
     """ngram: shortest suffix that is looked up."""
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
@@ -201,6 +204,7 @@ class TandemConfig(BaseSettings):
             ngram_min=speculative.prompt_lookup_min,
             ngram_max=speculative.prompt_lookup_max,
             adaptive_length=speculative.adaptive_length,
+            draft_gap=speculative.draft_gap,
             tree_top_k=speculative.tree_top_k,
             tree_total_tokens=speculative.tree_total_tokens,
             allow_pickle=speculative.allow_pickle,

@@ -13,6 +13,7 @@ import torch
 from cluster.core.admission import Admission
 from cluster.core.batch_plan import AdmissionLimits, DraftShape
 from cluster.core.draft_costs import MeasuredCosts
+from cluster.core.draft_gap import DraftGap, FixedGaps, PredictedGaps
 from cluster.core.draft_length import AdaptiveDraftLength
 from cluster.core.paired_cache import Coupling, PairedCache, PoolSpec, split_budget
 from cluster.engine.audit import KvAuditor
@@ -64,7 +65,13 @@ def assemble(config: EngineConfig) -> Assembly:
         tokenizer=tokenizer,
         drafter=drafter,
         cache=cache,
-        admission=Admission(cache, limits, shape, AdaptiveDraftLength(costs) if config.adaptive_length else None),
+        admission=Admission(
+            cache,
+            limits,
+            shape,
+            AdaptiveDraftLength(costs) if config.adaptive_length else None,
+            PredictedGaps(costs) if config.draft_gap is DraftGap.AUTO else FixedGaps(config.draft_gap is DraftGap.SKIP),
+        ),
         runner=StepRunner(PagedModel(target, kv["target"]), sampler, drafter, kv.get("draft"), costs),
         auditor=KvAuditor(target, drafter, cache, kv),
         kv=kv,

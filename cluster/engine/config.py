@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.core.draft_gap import DraftGap
 from cluster.speculation.lookahead import SpeculationMethod
 
 
@@ -37,6 +38,7 @@ class EngineConfig:
     ngram_min: int = 2
     ngram_max: int = 4
     adaptive_length: bool = False
+    draft_gap: DraftGap = DraftGap.CLIP
     tree_top_k: int = 1
     tree_total_tokens: int = 60
     allow_pickle: bool = False

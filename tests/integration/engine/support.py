@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cluster.core.draft_gap import DraftGap
 from cluster.core.sampling import SamplingParams
 from cluster.engine.config import EngineConfig
 from cluster.engine.engine import Engine
@@ -37,6 +38,7 @@ def make_engine(
     max_queue: int = 64,
     draft: Path | None = None,
     adaptive_length: bool = False,
+    draft_gap: str = "clip",
 ) -> Engine:
     """An engine over the tiny models, chains of 3."""
     torch.set_num_threads(1)
@@ -47,6 +49,7 @@ def make_engine(
             method=SpeculationMethod(method),
             num_speculative_tokens=3,
             adaptive_length=adaptive_length,
+            draft_gap=DraftGap(draft_gap),
             block_size=block_size,
             draft_block_size=draft_block_size,
             kv_bytes=kv_bytes,

@@ -18,6 +18,7 @@ from cluster.core.draft_length import AdaptiveDraftLength
 from cluster.core.paired_cache import Coupling, PairedCache, PoolSpec, split_budget
 from cluster.engine.audit import KvAuditor
 from cluster.engine.config import EngineConfig
+from cluster.engine.grammar import GrammarCompiler
 from cluster.engine.kv_tensors import KvLayout, KvTensors
 from cluster.engine.model import LoadedModel, load_target
 from cluster.engine.runner import PagedModel
@@ -36,6 +37,7 @@ class Assembly:
 
     target: LoadedModel
     tokenizer: Tokenizer | None
+    grammars: GrammarCompiler
     drafter: Drafter | None
     cache: PairedCache
     admission: Admission
@@ -63,6 +65,7 @@ def assemble(config: EngineConfig) -> Assembly:
     return Assembly(
         target=target,
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, vocabulary, target.eos_ids),
         drafter=drafter,
         cache=cache,
         admission=Admission(

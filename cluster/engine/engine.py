@@ -26,7 +26,7 @@ from cluster.engine.events import EngineRequest, RequestEvent
 from cluster.engine.output import RequestOutput
 from cluster.engine.stats import EngineCounters, EngineStats
 from cluster.engine.step import RowOutcome
-from cluster.errors import Internal, InvalidRequest
+from cluster.errors import Internal, InvalidRequest, TandemError
 
 _log = logging.getLogger(__name__)
 _AUDITED_SEQUENCES = 64
@@ -50,6 +50,9 @@ class Engine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest, PromptTooLarge or CapacityExceeded; then nothing is kept of it."""
         self._validate(request)
+        grammar = request.sampling.grammar
+        stop_ids = frozenset(request.sampling.stop_token_ids)
+        matcher = None if grammar is None else self.parts.grammars.matcher(grammar, stop_ids)
         # What can't be generated needn't fit into the pools either.
         room = self.parts.max_len - len(request.prompt)
         sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
@@ -69,6 +72,7 @@ class Engine:
             queued,
             tokenizer.detokenizer(request.prompt) if tokenizer else None,
             frozenset(self.parts.target.eos_ids),
+            matcher,
         )
 
     def _validate(self, request: EngineRequest) -> None:
@@ -136,7 +140,7 @@ class Engine:
         """Commit a row's outcome; the event of the tokens that it yielded."""
         row, taken = outcome.row, outcome.taken
         if outcome.failed:
-            self._fail(row.request, _internal_error("logits are not finite", [row.request]))
+            self._fail(row.request, self._fault(row.request))
             return None
         tokens = taken.tokens if taken else ()
         self._admission.complete(row, tokens, outcome.draft_computed, outcome.next_drafts)
@@ -173,8 +177,16 @@ class Engine:
         """End a request outside of a step's rows; its last event is kept for the end of the step."""
         self._ended.append(self._close(request, reason).last_event(reason))
 
-    def _fail(self, request: Request, error: Internal) -> None:
-        """End a request by a defect. Blocks of its own are cleared: what they hold may not be finite."""
+    def _fault(self, request: Request) -> TandemError:
+        """Why a row has no next token."""
+        grammar = self._outputs[request.request_id].grammar
+        if grammar is not None and grammar.stuck:
+            limit = "a form of which each token can be found in some ten milliseconds"
+            return InvalidRequest("structured_output", "too intricate", limit, "simplify it")
+        return _internal_error("logits are not finite", [request])
+
+    def _fail(self, request: Request, error: TandemError) -> None:
+        """End a request by an error. Blocks of its own are cleared: what they hold may not be finite."""
         handle = request.handle
         if handle is not None:
             for pool in handle.pools:
@@ -238,8 +250,9 @@ class Engine:
             raise RuntimeError(f"published KV differs from its recomputation: {bad}")
 
     def close(self) -> None:
-        """End every request, without events."""
+        """End every request, without events, and the threads and processes of the engine."""
         self.cancel_all()
+        self.parts.grammars.close()
         self._ended.clear()
 
     def generate(self, requests: Sequence[EngineRequest]) -> list[RequestEvent]:

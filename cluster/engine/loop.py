@@ -84,6 +84,8 @@ class EngineLoop:
 
     async def submit(self, request: EngineRequest) -> RequestStream:
         """Hand a request to the engine. Raises what `Engine.add` raises, or Unavailable after `shutdown`."""
+        if request.sampling.grammar is not None:  # compiled before the engine's thread asks for it, which would wait
+            await asyncio.wrap_future(self._engine.parts.grammars.prepare(request.sampling.grammar))
         stream = RequestStream(request.request_id)
 
         def add(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from cluster.core.request import FinishReason, Request
 from cluster.core.stop import StopMatcher
 from cluster.engine.detokenizer import IncrementalDetokenizer
 from cluster.engine.events import RequestEvent, Usage
+from cluster.engine.grammar_matcher import GrammarMatcher
 from cluster.engine.sampler import TokenLogprobs
 
 
@@ -33,12 +34,13 @@ class Taken:
 @dataclass(slots=True)
 class RequestOutput:
     """State of one request's output. `tokens` are prompt and output. Without a tokenizer (`detokenizer` is None)
-    there is no text.
+    there is no text. `grammar` stands after the output's tokens.
     """
 
     request: Request
     detokenizer: IncrementalDetokenizer | None
     eos_ids: frozenset[int]
+    grammar: GrammarMatcher | None = None
     matcher: StopMatcher = field(init=False)
     tokens: list[int] = field(init=False)
     seed: int = field(init=False)
@@ -65,6 +67,8 @@ class RequestOutput:
             taken += 1
             self.count += 1
             self.tokens.append(token)
+            if self.grammar is not None:
+                self.grammar.accept(token)
             finish = self._accept(token, pieces)
             if finish is not None:
                 break

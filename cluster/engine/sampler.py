@@ -30,6 +30,7 @@ class SampleRow:
 
     `position` is the absolute index, in prompt + output, of the token that is about to be chosen. The history is three
     sequences, so that callers need not copy: `prompt`, `output` (committed), and the `drafts` that precede this row.
+    Where `allowed` [V] is given, no other tokens are chosen, and truncation and probabilities are over these alone.
     """
 
     params: SamplingParams
@@ -38,6 +39,18 @@ class SampleRow:
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
     drafts: Sequence[int] = ()
+    allowed: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are judged as they are."""
+        return self.allowed is None and not needs_history(self.params)
+
+    def judge(self, scores: npt.NDArray[np.float32], stop_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """`scores` [V] after penalties, as a copy, with minus infinity for tokens that mustn't be chosen."""
+        if needs_history(self.params):
+            scores = apply_history(scores, self.params, self.prompt, (*self.output, *self.drafts), stop_ids)
+        return scores if self.allowed is None else np.where(self.allowed, scores, np.float32(-np.inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """One entry a row. A token is None where the logits were NaN or infinite: only that request has failed."""
+    """One entry a row. A token is None where the logits were NaN or infinite, or left none of the allowed tokens any
+    chance: only that request has failed."""
 
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -73,9 +87,7 @@ class Sampler:
         best, greedy = logits.max(dim=-1)
         finite = torch.isfinite(best).tolist()  # max() hands on NaN and +inf; a few -inf are a model's own mask
         tokens = [token if usable else None for token, usable in zip(greedy.tolist(), finite, strict=True)]
-        others = [
-            i for i, row in enumerate(rows) if finite[i] and (row.params.temperature > 0 or needs_history(row.params))
-        ]
+        others = [i for i, row in enumerate(rows) if finite[i] and (row.params.temperature > 0 or not row.plain)]
         if others:  # one copy to the host for all of them
             for i, scores in zip(others, logits[others].cpu().numpy(), strict=True):
                 tokens[i] = self._choose(scores, rows[i])
@@ -85,10 +97,11 @@ class Sampler:
         )
         return SampleResult(tuple(tokens), logprobs)
 
-    def _choose(self, scores: npt.NDArray[np.float32], row: SampleRow) -> int:
+    def _choose(self, scores: npt.NDArray[np.float32], row: SampleRow) -> int | None:
         params = row.params
-        if needs_history(params):
-            scores = apply_history(scores, params, row.prompt, (*row.output, *row.drafts), self.eos_ids)
+        scores = row.judge(scores, self.eos_ids)
+        if scores.max() == -np.inf:
+            return None
         if params.temperature <= 0:
             return int(scores.argmax())
         scores = (scores - scores.max()) / max(params.temperature, LEAST_TEMPERATURE)

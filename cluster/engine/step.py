@@ -157,7 +157,7 @@ class StepRunner:
         return [
             outcome
             if task is None
-            else replace(outcome, draft_computed=task.end - task.start, next_drafts=next(proposals))
+            else replace(outcome, draft_computed=task.end - task.start, next_drafts=_fitting(next(proposals), task))
             for outcome, task in zip(outcomes, tasks, strict=True)
         ]
 
@@ -186,6 +186,7 @@ class StepRunner:
             hidden_start=row.start,
             hidden=None if hidden is None else _states(outcome, hidden[offset:]),
             tenant=row.request.tenant_salt,
+            grammar=output.grammar,
         )
 
 
@@ -222,7 +223,12 @@ def _sample_row(row: RowPlan, output: RequestOutput, node: int | None) -> Sample
     request = row.request
     drafts = tuple(row.drafts.tokens[each] for each in row.drafts.path(node))
     position = request.num_known + len(drafts)
-    return SampleRow(request.sampling, output.seed, position, request.prompt, request.output, drafts)
+    allowed = None if output.grammar is None else output.grammar.allowed(drafts)
+    return SampleRow(request.sampling, output.seed, position, request.prompt, request.output, drafts, allowed)
+
+
+def _fitting(drafts: Drafts, task: DraftTask) -> Drafts:
+    return drafts if task.grammar is None else task.grammar.fitting(drafts)
 
 
 def _states(outcome: RowOutcome, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from cluster.gateway.request import (
 from cluster.gateway.served import ServedModel
 from cluster.routing.types import WorkerStatus
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
-from cluster.rpc.convert import set_fields
+from cluster.rpc.convert import sampling_fields
 
 _STATES = {
     "starting": tandem_pb2.WORKER_STATE_STARTING,
@@ -31,7 +31,7 @@ def request_from_wire(message: tandem_pb2.GenerateRequest) -> RequestFields:
     """What the client set."""
     return RequestFields(
         prompt=_prompt(message),
-        sampling=SamplingFields(**set_fields(message.sampling)),
+        sampling=SamplingFields(**sampling_fields(message.sampling)),
         model=message.model,
         request_id=message.request_id,
         priority=message.priority if message.HasField("priority") else None,

@@ -6,6 +6,8 @@ Made by `cluster.rpc.convert` (gRPC) and by the HTTP edge.
 
 from dataclasses import dataclass, field
 
+from cluster.core.sampling import Grammar
+
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
@@ -57,6 +59,7 @@ class SamplingFields:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

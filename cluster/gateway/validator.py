@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster.core.sampling import SamplingParams
 from cluster.errors import InvalidRequest, ModelNotFound, PromptTooLarge
+from cluster.gateway.grammar_limits import check_grammar
 from cluster.gateway.request import (
     ChatMessage,
     ChatPrompt,
@@ -175,6 +176,9 @@ class Validator:
             _check_encodable(f"stop[{index}]", stop)
         _check_count("stop_token_ids", len(sampling.stop_token_ids), 0, MAX_STOP_TOKENS, "token ids")
         self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
+        if sampling.grammar is not None:
+            check_grammar(sampling.grammar)
+            _check_ends(sampling)
 
     def _check_pools(self, prompt_tokens: int, max_tokens: int) -> None:
         for pool in self.pools:
@@ -183,6 +187,15 @@ class Validator:
             if needed > pool.num_blocks:
                 largest = max(0, pool.num_tokens - max_tokens + 1)
                 raise PromptTooLarge(needed, pool.num_blocks, largest, pool.name)
+
+
+def _check_ends(sampling: SamplingFields) -> None:
+    """With a grammar, the output ends when it is complete: nothing may end it before or keep it from ending."""
+    for field in ("stop", "ignore_eos", "min_tokens"):
+        value = getattr(sampling, field)
+        if value:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise InvalidRequest(field, shown, "unset with structured_output, which says where to end", "leave one out")
 
 
 def _check_count(field: str, count: int, least: int, most: int, unit: str) -> None:

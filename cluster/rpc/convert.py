@@ -7,13 +7,14 @@ to 0 stays distinct from what was not set. Called by the worker's service and th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
 from cluster.core.request import FinishReason
-from cluster.core.sampling import SamplingParams
+from cluster.core.sampling import Grammar, GrammarKind, SamplingParams
+from cluster.errors import InvalidRequest
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
 
 if TYPE_CHECKING:
@@ -35,12 +36,39 @@ def set_fields(message: Message) -> dict[str, Any]:
 
 def sampling_to_wire(params: SamplingParams) -> tandem_pb2.SamplingParams:
     """Every parameter but those that are None."""
-    return tandem_pb2.SamplingParams(**{name: value for name, value in asdict(params).items() if value is not None})
+    given = {field.name: getattr(params, field.name) for field in fields(params) if field.name != "grammar"}
+    message = tandem_pb2.SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    if params.grammar is not None:
+        message.structured_output.CopyFrom(grammar_to_wire(params.grammar))
+    return message
 
 
 def sampling_from_wire(message: tandem_pb2.SamplingParams) -> SamplingParams:
     """The inverse of `sampling_to_wire`. The message was made by a gateway, so it is complete."""
-    return SamplingParams(**set_fields(message))
+    return SamplingParams(**sampling_fields(message))
+
+
+def sampling_fields(message: tandem_pb2.SamplingParams) -> dict[str, Any]:
+    """The parameters that `message` sets, by their names in `SamplingParams`."""
+    given = set_fields(message)
+    structured = given.pop("structured_output", None)
+    return given if structured is None else {**given, "grammar": grammar_from_wire(structured)}
+
+
+def grammar_to_wire(grammar: Grammar) -> tandem_pb2.StructuredOutput:
+    """The message that asks for output of this grammar."""
+    form: dict[str, Any] = {grammar.kind: {} if grammar.kind is GrammarKind.JSON_OBJECT else grammar.text}
+    return tandem_pb2.StructuredOutput(**form)
+
+
+def grammar_from_wire(message: tandem_pb2.StructuredOutput) -> Grammar:
+    """The inverse of `grammar_to_wire`. Raises InvalidRequest for a message that names no form, or one that only a
+    newer version knows: it must not pass for a request without conditions."""
+    kind = message.WhichOneof("form")
+    if kind is None:
+        forms = f"one of {', '.join(GrammarKind)}"
+        raise InvalidRequest("structured_output", "empty", forms, "set one of them, or leave it unset")
+    return Grammar(GrammarKind(kind), "" if kind == GrammarKind.JSON_OBJECT else getattr(message, kind))
 
 
 def logprobs_to_wire(logprobs: Iterable[TokenLogprobs]) -> list[tandem_pb2.TokenLogprobs]:

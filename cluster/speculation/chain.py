@@ -52,10 +52,11 @@ def sample_row(task: DraftTask, drafts: Sequence[int]) -> SampleRow:
     """What the target will choose the token after `drafts` with."""
     position = len(task.tokens) + len(drafts)
     params = task.params if task.params.logprobs is None else replace(task.params, logprobs=None)
+    allowed = None if task.grammar is None else task.grammar.allowed(drafts)
     if not needs_history(params):
-        return SampleRow(params, task.seed, position)
+        return SampleRow(params, task.seed, position, allowed=allowed)
     prompt, output = task.tokens[: task.num_prompt], task.tokens[task.num_prompt :]
-    return SampleRow(params, task.seed, position, prompt, output, drafts)
+    return SampleRow(params, task.seed, position, prompt, output, drafts, allowed)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cluster.engine.penalties import apply_history, needs_history
 from cluster.engine.sampler import LEAST_TEMPERATURE, Sampler, SampleRow, arrival_times
 from cluster.engine.truncation import kept_tokens
 
@@ -39,10 +38,8 @@ def contenders(sampler: Sampler, logits: Tensor, rows: Sequence[SampleRow], coun
     """
     scores = logits[:, : sampler.vocab_size].float().clone()
     for i, row in enumerate(rows):
-        if needs_history(row.params):
-            history = (*row.output, *row.drafts)
-            held = apply_history(scores[i].cpu().numpy(), row.params, row.prompt, history, sampler.eos_ids)
-            scores[i] = torch.from_numpy(held)
+        if not row.plain:
+            scores[i] = torch.from_numpy(row.judge(scores[i].cpu().numpy(), sampler.eos_ids))
     log_probs = torch.log_softmax(scores, dim=-1)
     hot = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if hot:

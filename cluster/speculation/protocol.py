@@ -16,6 +16,7 @@ from torch import Tensor
 from cluster.core.batch_plan import DraftShape
 from cluster.core.drafts import Drafts
 from cluster.core.sampling import SamplingParams
+from cluster.engine.grammar_matcher import GrammarMatcher
 from cluster.engine.kv_tensors import KvLayout, KvTensors
 from cluster.speculation.lookahead import SpeculationMethod
 
@@ -54,6 +55,8 @@ class DraftTask:
     """
     tenant: bytes = b""
     """Salt of the tenant; what is remembered beyond a request stays within it."""
+    grammar: GrammarMatcher | None = None
+    """What the output may go on with, for drafters that choose tokens; drafts that it rules out are cut anyway."""
 
 
 class Drafter(Protocol):

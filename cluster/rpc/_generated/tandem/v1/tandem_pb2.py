@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/tandem.proto\x12\ttandem.v1\"\xb1\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.tandem.v1.ChatInputH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.tandem.v1.TokenInputH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\tspeculate\x18\x08 \x01(\x08H\x02\x88\x01\x01\x12\x12\n\x05reuse\x18\t \x01(\x08H\x03\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priorityB\x0c\n\n_speculateB\x08\n\x06_reuse\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x19\n\nTokenInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x94\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\x7f\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x15.tandem.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"f\n\x05\x44\x65lta\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xe8\x01\n\nCompletion\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x1f\n\x05reuse\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Reuse\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationStats\x12#\n\x07timings\x18\x05 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\x11\n\tworker_id\x18\x06 \x01(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\"J\n\x05Reuse\x12\x15\n\rtarget_tokens\x18\x01 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cjoint_tokens\x18\x03 \x01(\x04\"\x92\x01\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\x04\x12#\n\x16mean_acceptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x19\n\x17_mean_acceptance_length\"J\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"\xc4\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07max_len\x18\x02 \x01(\x04\x12\x12\n\nvocab_size\x18\x03 \x01(\x04\x12\x1a\n\x12speculation_method\x18\x04 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x05 \x01(\r\x12\x1b\n\x0elookahead_span\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05\x64raft\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\x11\n\x0f_lookahead_spanB\x08\n\x06_draft\"\x16\n\x14\x43lusterStatusRequest\"\x83\x01\n\x15\x43lusterStatusResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\x12\"\n\x07workers\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Worker\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x14\n\x0c\x64irectory_up\x18\x04 \x01(\x08\"\xa5\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x18\n\x10waiting_requests\x18\x05 \x01(\r\x12\x1e\n\x05pools\x18\x06 \x03(\x0b\x32\x0f.tandem.v1.Pool\"\x90\x01\n\x04Pool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x15\n\rcached_blocks\x18\x05 \x01(\x04\x12\x15\n\rin_use_blocks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\xaa\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_DEAD\x10\x05\x32\xb4\x02\n\rTandemService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.tandem.v1.CancelRequest\x1a\x19.tandem.v1.CancelResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12R\n\rClusterStatus\x12\x1f.tandem.v1.ClusterStatusRequest\x1a .tandem.v1.ClusterStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/tandem.proto\x12\ttandem.v1\"\xb1\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.tandem.v1.ChatInputH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.tandem.v1.TokenInputH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\tspeculate\x18\x08 \x01(\x08H\x02\x88\x01\x01\x12\x12\n\x05reuse\x18\t \x01(\x08H\x03\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priorityB\x0c\n\n_speculateB\x08\n\x06_reuse\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x19\n\nTokenInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe7\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12;\n\x11structured_output\x18\x0f \x01(\x0b\x32\x1b.tandem.v1.StructuredOutputH\x0c\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x14\n\x12_structured_output\"\x80\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12,\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x15.tandem.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x04 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x0c\n\nJsonObject\"\x7f\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x15.tandem.v1.CompletionH\x00\x42\x07\n\x05\x65vent\"f\n\x05\x44\x65lta\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xe8\x01\n\nCompletion\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x1f\n\x05reuse\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Reuse\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationStats\x12#\n\x07timings\x18\x05 \x01(\x0b\x32\x12.tandem.v1.Timings\x12\x11\n\tworker_id\x18\x06 \x01(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\"J\n\x05Reuse\x12\x15\n\rtarget_tokens\x18\x01 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cjoint_tokens\x18\x03 \x01(\x04\"\x92\x01\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\x04\x12#\n\x16mean_acceptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x19\n\x17_mean_acceptance_length\"J\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"\xc4\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07max_len\x18\x02 \x01(\x04\x12\x12\n\nvocab_size\x18\x03 \x01(\x04\x12\x1a\n\x12speculation_method\x18\x04 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x05 \x01(\r\x12\x1b\n\x0elookahead_span\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05\x64raft\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\x11\n\x0f_lookahead_spanB\x08\n\x06_draft\"\x16\n\x14\x43lusterStatusRequest\"\x83\x01\n\x15\x43lusterStatusResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\x12\"\n\x07workers\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Worker\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x14\n\x0c\x64irectory_up\x18\x04 \x01(\x08\"\xa5\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x18\n\x10waiting_requests\x18\x05 \x01(\r\x12\x1e\n\x05pools\x18\x06 \x03(\x0b\x32\x0f.tandem.v1.Pool\"\x90\x01\n\x04Pool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x15\n\rcached_blocks\x18\x05 \x01(\x04\x12\x15\n\rin_use_blocks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\xaa\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_DEAD\x10\x05\x32\xb4\x02\n\rTandemService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.tandem.v1.CancelRequest\x1a\x19.tandem.v1.CancelResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12R\n\rClusterStatus\x12\x1f.tandem.v1.ClusterStatusRequest\x1a .tandem.v1.ClusterStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.tandem_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2792
-  _globals['_FINISHREASON']._serialized_end=2916
-  _globals['_WORKERSTATE']._serialized_start=2919
-  _globals['_WORKERSTATE']._serialized_end=3089
+  _globals['_FINISHREASON']._serialized_start=3020
+  _globals['_FINISHREASON']._serialized_end=3144
+  _globals['_WORKERSTATE']._serialized_start=3147
+  _globals['_WORKERSTATE']._serialized_end=3317
   _globals['_GENERATEREQUEST']._serialized_start=38
   _globals['_GENERATEREQUEST']._serialized_end=343
   _globals['_CHATINPUT']._serialized_start=345
@@ -44,43 +44,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENINPUT']._serialized_start=446
   _globals['_TOKENINPUT']._serialized_end=471
   _globals['_SAMPLINGPARAMS']._serialized_start=474
-  _globals['_SAMPLINGPARAMS']._serialized_end=1006
-  _globals['_GENERATERESPONSE']._serialized_start=1008
-  _globals['_GENERATERESPONSE']._serialized_end=1135
-  _globals['_DELTA']._serialized_start=1137
-  _globals['_DELTA']._serialized_end=1239
-  _globals['_TOKENLOGPROBS']._serialized_start=1241
-  _globals['_TOKENLOGPROBS']._serialized_end=1327
-  _globals['_TOPLOGPROB']._serialized_start=1329
-  _globals['_TOPLOGPROB']._serialized_end=1376
-  _globals['_COMPLETION']._serialized_start=1379
-  _globals['_COMPLETION']._serialized_end=1611
-  _globals['_USAGE']._serialized_start=1613
-  _globals['_USAGE']._serialized_end=1670
-  _globals['_REUSE']._serialized_start=1672
-  _globals['_REUSE']._serialized_end=1746
-  _globals['_SPECULATIONSTATS']._serialized_start=1749
-  _globals['_SPECULATIONSTATS']._serialized_end=1895
-  _globals['_TIMINGS']._serialized_start=1897
-  _globals['_TIMINGS']._serialized_end=1971
-  _globals['_CANCELREQUEST']._serialized_start=1973
-  _globals['_CANCELREQUEST']._serialized_end=2008
-  _globals['_CANCELRESPONSE']._serialized_start=2010
-  _globals['_CANCELRESPONSE']._serialized_end=2041
-  _globals['_LISTMODELSREQUEST']._serialized_start=2043
-  _globals['_LISTMODELSREQUEST']._serialized_end=2062
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2064
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2118
-  _globals['_MODEL']._serialized_start=2121
-  _globals['_MODEL']._serialized_end=2317
-  _globals['_CLUSTERSTATUSREQUEST']._serialized_start=2319
-  _globals['_CLUSTERSTATUSREQUEST']._serialized_end=2341
-  _globals['_CLUSTERSTATUSRESPONSE']._serialized_start=2344
-  _globals['_CLUSTERSTATUSRESPONSE']._serialized_end=2475
-  _globals['_WORKER']._serialized_start=2478
-  _globals['_WORKER']._serialized_end=2643
-  _globals['_POOL']._serialized_start=2646
-  _globals['_POOL']._serialized_end=2790
-  _globals['_TANDEMSERVICE']._serialized_start=3092
-  _globals['_TANDEMSERVICE']._serialized_end=3400
+  _globals['_SAMPLINGPARAMS']._serialized_end=1089
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1092
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1220
+  _globals['_JSONOBJECT']._serialized_start=1222
+  _globals['_JSONOBJECT']._serialized_end=1234
+  _globals['_GENERATERESPONSE']._serialized_start=1236
+  _globals['_GENERATERESPONSE']._serialized_end=1363
+  _globals['_DELTA']._serialized_start=1365
+  _globals['_DELTA']._serialized_end=1467
+  _globals['_TOKENLOGPROBS']._serialized_start=1469
+  _globals['_TOKENLOGPROBS']._serialized_end=1555
+  _globals['_TOPLOGPROB']._serialized_start=1557
+  _globals['_TOPLOGPROB']._serialized_end=1604
+  _globals['_COMPLETION']._serialized_start=1607
+  _globals['_COMPLETION']._serialized_end=1839
+  _globals['_USAGE']._serialized_start=1841
+  _globals['_USAGE']._serialized_end=1898
+  _globals['_REUSE']._serialized_start=1900
+  _globals['_REUSE']._serialized_end=1974
+  _globals['_SPECULATIONSTATS']._serialized_start=1977
+  _globals['_SPECULATIONSTATS']._serialized_end=2123
+  _globals['_TIMINGS']._serialized_start=2125
+  _globals['_TIMINGS']._serialized_end=2199
+  _globals['_CANCELREQUEST']._serialized_start=2201
+  _globals['_CANCELREQUEST']._serialized_end=2236
+  _globals['_CANCELRESPONSE']._serialized_start=2238
+  _globals['_CANCELRESPONSE']._serialized_end=2269
+  _globals['_LISTMODELSREQUEST']._serialized_start=2271
+  _globals['_LISTMODELSREQUEST']._serialized_end=2290
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2292
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2346
+  _globals['_MODEL']._serialized_start=2349
+  _globals['_MODEL']._serialized_end=2545
+  _globals['_CLUSTERSTATUSREQUEST']._serialized_start=2547
+  _globals['_CLUSTERSTATUSREQUEST']._serialized_end=2569
+  _globals['_CLUSTERSTATUSRESPONSE']._serialized_start=2572
+  _globals['_CLUSTERSTATUSRESPONSE']._serialized_end=2703
+  _globals['_WORKER']._serialized_start=2706
+  _globals['_WORKER']._serialized_end=2871
+  _globals['_POOL']._serialized_start=2874
+  _globals['_POOL']._serialized_end=3018
+  _globals['_TANDEMSERVICE']._serialized_start=3320
+  _globals['_TANDEMSERVICE']._serialized_end=3628
 # @@protoc_insertion_point(module_scope)

@@ -73,18 +73,20 @@ class PredictedGaps:
         gap * per_prompt_token  <  n / (1 + a with a hole) - n / (1 + a without)
 
     where n is the most that the request may generate. Both averages are those of all requests of this worker; before
-    steps with a hole were seen, they count as half as good as those without.
+    steps with a hole were seen, they count as half as good as those without, and as so many steps (`assumed`).
     """
 
     costs: PromptCosts
-    prior_steps: float = 16.0
+    assumed: float = 16.0
     _whole: _Accepted = field(default_factory=lambda: _Accepted(steps=1.0, accepted=1.0))
     _hole: _Accepted = field(default_factory=lambda: _Accepted(steps=0.0, accepted=0.0))
 
     def skips(self, gap: int, most_tokens: int) -> bool:
         whole = self._whole.accepted / self._whole.steps
-        hole = (self._hole.accepted + self.prior_steps * whole / 2) / (self._hole.steps + self.prior_steps)
+        hole = (self._hole.accepted + self.assumed * whole / 2) / (self._hole.steps + self.assumed)
         return gap * self.costs.per_prompt_token() >= most_tokens * (1 / (1 + hole) - 1 / (1 + whole))
 
     def observe(self, hole: bool, accepted: int) -> None:
+        if hole:
+            self.assumed *= self._hole.memory
         (self._hole if hole else self._whole).add(accepted)

@@ -52,3 +52,13 @@ def test_steps_of_one_size_show_no_price_of_a_token() -> None:
     for _ in range(50):
         costs.observe(1, 0, 0, STEP, 0, 0.0)
     assert costs.per_draft(1) == 0
+
+
+def test_tokens_of_prompts_cost_what_longer_steps_took_longer() -> None:
+    costs = MeasuredCosts(prior=FixedCosts(token=0.5))
+    for tokens in (100, 300, 200):
+        costs.observe_prompt(tokens, 0.004 + 0.0001 * tokens)
+    assert costs.per_prompt_token() == 0.5, "before decode steps were seen"
+    for _ in range(20):
+        costs.observe(rows=1, drafts=3, verified_depth=3, target_s=0.006, depth=3, draft_s=0.002)
+    assert costs.per_prompt_token() == pytest.approx(0.0001 / 0.008)

@@ -15,6 +15,7 @@ from cluster.speculation.draft_model import build_draft_model
 from cluster.speculation.eagle import build_eagle
 from cluster.speculation.eagle3 import build_eagle3
 from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder
+from cluster.speculation.medusa import build_medusa
 from cluster.speculation.ngram import build_ngram
 from cluster.speculation.pard import build_pard
 from cluster.speculation.peagle import build_peagle
@@ -30,6 +31,7 @@ _BUILDERS: dict[SpeculationMethod, Callable[[DraftSource], Drafter]] = {
     SpeculationMethod.EAGLE: build_eagle,
     SpeculationMethod.EAGLE3: build_eagle3,
     SpeculationMethod.PEAGLE: build_peagle,
+    SpeculationMethod.MEDUSA: build_medusa,
 }
 
 

@@ -22,6 +22,7 @@ class SpeculationMethod(StrEnum):
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
     PEAGLE = "peagle"
+    MEDUSA = "medusa"
 
 
 class DraftFolder(Enum):
@@ -62,6 +63,7 @@ _TABLE = {
     SpeculationMethod.EAGLE: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
     SpeculationMethod.EAGLE3: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
     SpeculationMethod.PEAGLE: _Row(True, 1, True, DraftFolder.REQUIRED),
+    SpeculationMethod.MEDUSA: _Row(False, None, True, DraftFolder.REQUIRED),
 }
 
 

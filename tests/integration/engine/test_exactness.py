@@ -35,6 +35,7 @@ BYTES_PER_TOKEN = {
     "eagle": 2560,
     "eagle3": 2560,
     "peagle": 3072,
+    "medusa": 2048,
 }
 TIGHT_BLOCKS, TIGHT_BLOCK_SIZE = 46, 4
 

@@ -10,7 +10,7 @@ from cluster.engine.config import EngineConfig
 from cluster.engine.sampler import Sampler
 from cluster.errors import ConfigError, ModelLoadError
 from cluster.speculation.factory import load_drafter
-from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead
+from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead, has_draft_kv
 from cluster.speculation.protocol import Drafter
 from tests.fixtures.prompts import TINY_DRAFT, TINY_EAGLE3, TINY_TARGET
 from tests.unit.speculation.drafting import FOLDERS, target
@@ -46,7 +46,7 @@ def test_every_method_loads_and_states_its_shape(method: SpeculationMethod) -> N
         return
     assert drafter is not None and drafter.method is method
     assert (drafter.shape.coupling, drafter.shape.span) == (coupling_of(method), draft_kv_lookahead(method))
-    assert (drafter.kv_layout is not None) == (method in FOLDERS)
+    assert (drafter.kv_layout is not None) == has_draft_kv(method)
 
 
 @pytest.mark.parametrize("method", FOLDERS)

@@ -20,6 +20,7 @@ EXPECTED = {
     "eagle": (1, Coupling.JOINT),
     "eagle3": (1, Coupling.JOINT),
     "peagle": (1, Coupling.JOINT),
+    "medusa": (None, Coupling.NONE),
 }
 
 

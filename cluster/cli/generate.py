@@ -20,6 +20,7 @@ from cluster.cli.connection import (
     stream_answer,
 )
 from cluster.cli.render import answer_line
+from cluster.cli.structured import Ebnf, JsonObject, JsonSchema, Regex, structured_output
 from cluster.rpc.client import Prompt, TandemClient
 
 
@@ -31,6 +32,10 @@ def generate(
     top_p: TopP = None,
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
+    json_schema: JsonSchema = None,
+    json_object: JsonObject = False,
+    regex: Regex = None,
+    ebnf: Ebnf = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -42,11 +47,14 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
     asked: Prompt = text if raw else messages
+    form = structured_output(json_schema, json_object, regex, ebnf)
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
 
     async def ask() -> str:
         async with TandemClient(endpoint, api_key) as client:
-            answer, completion = await stream_answer(client, asked, _show, stop=stop or [], **sampling)
+            answer, completion = await stream_answer(
+                client, asked, _show, stop=stop or [], structured_output=form, **sampling
+            )
             return answer_line(Answer.of(answer, completion))
 
     figures = asyncio.run(ask())

@@ -48,7 +48,10 @@ class TandemClient:
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[tandem_pb2.GenerateResponse, None]:
-        """Streams deltas and one completion. `sampling` takes the fields of SamplingParams; None leaves one unset."""
+        """Streams deltas and one completion. `sampling` takes the fields of SamplingParams; None leaves one unset.
+
+        `structured_output` may be a mapping, such as {"regex": "[a-z]+"} or {"json_object": {}}.
+        """
         request = tandem_pb2.GenerateRequest(
             model=model,
             sampling=tandem_pb2.SamplingParams(**sampling),

@@ -2,13 +2,15 @@
 
 from dataclasses import fields
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.core.request import FinishReason
-from cluster.core.sampling import SamplingParams
+from cluster.core.sampling import Grammar, GrammarKind, SamplingParams
 from cluster.engine.events import Usage
 from cluster.engine.sampler import TokenLogprobs
+from cluster.errors import InvalidRequest
 from cluster.gateway.convert import request_from_wire
 from cluster.gateway.request import ChatMessage, ChatPrompt, RequestFields, SamplingFields, TextPrompt, TokenPrompt
 from cluster.rpc import convert
@@ -33,6 +35,13 @@ params = st.builds(
     frequency_penalty=floats,
     repetition_penalty=floats,
     logprobs=st.none() | small,
+    grammar=st.none()
+    | st.just(Grammar(GrammarKind.JSON_OBJECT))
+    | st.builds(
+        Grammar,
+        st.sampled_from([each for each in GrammarKind if each is not GrammarKind.JSON_OBJECT]),
+        st.text(st.characters(codec="utf-8")),
+    ),
 )
 
 
@@ -44,7 +53,16 @@ def test_sampling_survives_the_wire(value: SamplingParams) -> None:
 
 def test_core_gateway_and_wire_have_the_same_sampling_fields() -> None:
     wire = {field.name for field in tandem_pb2.SamplingParams.DESCRIPTOR.fields}
+    wire = wire - {"structured_output"} | {"grammar"}
     assert wire == {field.name for field in fields(SamplingParams)} == {field.name for field in fields(SamplingFields)}
+
+
+def test_structured_output_of_no_known_form_is_no_free_pass() -> None:
+    """A newer client may send a form that this version doesn't know."""
+    unknown = tandem_pb2.StructuredOutput.FromString(b"\x7a\x01x")  # field 15
+    message = tandem_pb2.GenerateRequest(text="a", sampling=tandem_pb2.SamplingParams(structured_output=unknown))
+    with pytest.raises(InvalidRequest, match="structured_output is empty, but must be one of json_schema, json_object"):
+        request_from_wire(message)
 
 
 def test_zero_and_unset_are_two_things() -> None:

@@ -11,6 +11,8 @@ TREE = "tests/unit/core/test_prefix_tree.py::test_"
 ADMISSION = "tests/unit/core/test_admission.py::test_"
 CACHE = "tests/unit/core/test_paired_cache.py::test_"
 REPORTS = "tests/unit/core/test_frontier_reports.py::test_"
+CLAIM = "tests/unit/core/test_claiming.py::test_"
+RANDOM_LIVES = "tests/property/test_paired_cache_machine.py::TestPairedCache"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,34 @@ BUGS = (
         " or cursor > self.stream.n_units:",
         ":",
         CACHE + "positions_whose_lookahead_is_unknown_cannot_be_committed",
+    ),
+    Bug(
+        "the same, in random lives of requests",
+        "holding.py",
+        " or cursor > self.stream.n_units:",
+        ":",
+        RANDOM_LIVES,
+    ),
+    Bug(
+        "publish what was computed without the KV of a hole",
+        "holding.py",
+        "complete > self.published and self.reuse and self.hole is None:",
+        "complete > self.published and self.reuse:",
+        RANDOM_LIVES,
+    ),
+    Bug(
+        "publish such a tail at the end",
+        "holding.py",
+        " or not self.reuse or self.hole is not None:",
+        " or not self.reuse:",
+        CLAIM + "nothing_after_a_hole_is_published_but_the_targets_blocks_are",
+    ),
+    Bug(
+        "leave a hole that ends inside a block",
+        "claiming.py",
+        "    start = most // size * size\n",
+        "    start = most\n",
+        CLAIM + "a_hole_takes_no_blocks_and_both_pools_start_behind_it",
     ),
     Bug(
         "forget the growth of the pools before the one that failed",
@@ -76,9 +106,9 @@ BUGS = (
     ),
     Bug(
         "reuse the last prompt token, whose logits are needed",
-        "paired_cache.py",
-        "        most = max(0, handle.tokens.n_tokens - 1)\n        if",
-        "        most = handle.tokens.n_tokens\n        if",
+        "claiming.py",
+        "    return max(0, handle.tokens.n_tokens - 1)\n",
+        "    return handle.tokens.n_tokens\n",
         REUSE + "04_the_same_prompt_again_reuses_all_but_the_last_positions",
     ),
     Bug(
@@ -90,9 +120,9 @@ BUGS = (
     ),
     Bug(
         "start each pool where it is, though the draft needs hidden states",
-        "paired_cache.py",
-        "            most = min(most, *depths)\n",
-        "            pass\n",
+        "claiming.py",
+        "    most = min(most, *held)\n    if skip_gap",
+        "    if skip_gap",
         REUSE + "01_the_joint_depth_is_the_smaller_one",
     ),
     Bug(
@@ -132,9 +162,9 @@ BUGS = (
     ),
     Bug(
         "claim again without giving back what was claimed first",
-        "paired_cache.py",
-        "            for holding in holdings:\n                holding.release()\n            wanted",
-        "            wanted",
+        "claiming.py",
+        "        for holding in holdings:\n            holding.release()\n        wanted",
+        "        wanted",
         TRANSACTION + "18_evictions_during_a_claim",
     ),
     Bug(

@@ -162,6 +162,28 @@ class PairedCacheMachine(RuleBasedStateMachine):
         assert {pool: list(handle.block_table(pool)) for pool in handle.pools} == before
 
     @precondition(lambda self: bool(self.live))
+    @rule(which=st.integers(0, 99), pool=st.integers(0, 2), beyond=st.integers(1, 5))
+    def commit_what_no_known_token_determines(self, which: int, pool: int, beyond: int) -> None:
+        request = self.live[which % len(self.live)]
+        handle = request.handle
+        holding = list(handle.holdings.values())[pool % len(handle.holdings)]
+        width = max(0, holding.stream.n_units - holding.cursor) + beyond
+        amounts = request.roles([width if each is holding else 0 for each in handle.holdings.values()])
+        before = self.cache.meters(), list(holding.table), holding.cursor
+        reservation = self.cache.reserve(handle, *amounts)
+        if reservation is None:
+            return
+        refused = False
+        try:
+            self.cache.commit(handle, *amounts)
+        except ValueError:
+            refused = True
+        assert refused
+        self.cache.revert(reservation)
+        assert (list(holding.table), holding.cursor) == before[1:]
+        assert all(meters.in_use == before[0][name].in_use for name, meters in self.cache.meters().items())
+
+    @precondition(lambda self: bool(self.live))
     @rule(which=st.integers(0, 99), tail=st.booleans())
     def end(self, which: int, tail: bool) -> None:
         request = self.live.pop(which % len(self.live))

@@ -206,7 +206,7 @@ class Sequencer:
         for pool in handle.pools[1:]:
             widths[pool] += scratch
         amounts = [max(0, widths[pool] - cursors[pool]) for pool in handle.pools]
-        if self.cache.reserve(handle, *self._roles(amounts)) is None:
+        if self.cache.reserve(handle, *self.roles(amounts)) is None:
             return False
         self.oracle.write(handle, "target", cursors["target"], widths["target"], tokens)
         self.cache.append(handle, new)
@@ -214,10 +214,10 @@ class Sequencer:
             self.oracle.write(handle, pool, cursors[pool], ends[pool], self.tokens)
             self.oracle.write(handle, pool, ends[pool], widths[pool], ())
         computed = [ends[pool] - cursors[pool] for pool in handle.pools]
-        self.cache.commit(handle, *self._roles(computed))
+        self.cache.commit(handle, *self.roles(computed))
         return True
 
-    def _roles(self, amounts: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
+    def roles(self, amounts: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
         """Amounts of the handle's pools as the cache's methods take them: target, draft, extra ones."""
         named = dict(zip(self.handle.pools, amounts, strict=True))
         return named.pop("target"), named.pop("draft", 0), tuple(named.values())

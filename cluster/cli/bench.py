@@ -71,6 +71,58 @@ def core(
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
+@bench.command()
+def route(
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Workload to run; repeatable. Default: all, those of --traces included.")
+    ] = None,
+    workers: Annotated[list[int] | None, typer.Option(min=1, max=4096, help="Cluster size; repeatable.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Router to run; repeatable. Default: all.")] = None,
+    traces: Annotated[
+        Path, typer.Option(metavar="DIR", help="Public traces: DIR/mooncake/*.jsonl, DIR/azure/*.csv.")
+    ] = Path("../shared/data"),
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each case, on other requests each time.")] = 5,
+    load: Annotated[
+        float, typer.Option(min=0.01, max=2.0, help="Share of the cluster's time that the work needs.")
+    ] = 0.6,
+    requests: Annotated[
+        int, typer.Option(min=10, max=1_000_000, help="Requests of a run on 8 workers; more workers get more.")
+    ] = 2000,
+    slo_ttft: Annotated[float, typer.Option(min=0.001, help="Seconds to the first token that count as good.")] = 4.0,
+    slo_per_token: Annotated[float, typer.Option(min=0.0001, help="Seconds a token, after it, that do.")] = 0.1,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes to spread the runs over.")] = 1,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the comparison there, as SVG.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Tandem's router against the public ones, on a simulated cluster with paired KV pools."""
+    from cluster.bench.route.chart import chart
+    from cluster.bench.route.matrix import run_matrix
+    from cluster.bench.route.metrics import Objective
+    from cluster.bench.route.report import flat_keys
+    from cluster.cli.bench_route import route_setup, route_tables
+
+    console = Console(highlight=False)
+    setup = route_setup(
+        workload,
+        workers,
+        policy,
+        traces,
+        console.print,
+        seeds=seeds,
+        load=load,
+        requests=requests,
+        objective=Objective(slo_ttft, slo_per_token),
+    )
+    with console.status("") as status:
+        results = run_matrix(setup, jobs, status.update)
+    for table in route_tables(results):
+        console.print(table, crop=False, soft_wrap=True)
+    if plot:
+        plot.write_text(chart(results), encoding="utf-8")
+    if json_file:
+        json_file.write_text(json.dumps(flat_keys(results), indent=2) + "\n", encoding="utf-8")
+
+
 def _bench_model(name: BenchTarget) -> "BenchModel":
     from cluster.bench.engine import BenchModel
     from cluster.models.demo import demo_draft, demo_target

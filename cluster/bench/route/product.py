@@ -109,9 +109,9 @@ def cost_model(spec: WorkerSpec) -> CostModel:
         target_token_ms=times.target_token_ms,
         target_context_ms=times.target_context_ms,
         draft_token_ms=times.draft_token_ms if spec.coupling is not Coupling.NONE else 0.0,
-        decode_request_ms=float(os.environ.get("DEC", 1)),
+        decode_request_ms=float(os.environ.get("DEC", 20)),
         queued_request_ms=float(os.environ.get("QUE", 500)),
-        prefill_weight=float(os.environ.get("PRE", 1.5)),
+        prefill_weight=float(os.environ.get("PRE", 1.0)),
         eviction_weight=float(os.environ.get("EVI", 0.1)),
     )
 

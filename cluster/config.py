@@ -71,6 +71,14 @@ class SpeculativeConfig(BaseModel):
     """ngram: shortest suffix that is looked up."""
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
     """ngram: longest suffix that is looked up."""
+    suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=256)
+    """suffix: tokens that are compared at most, plus one."""
+    suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0, le=1_000_000)
+    """suffix: outputs of past requests that are remembered; 0 looks into the request's own text only."""
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, gt=0, le=16)
+    """suffix: tokens drafted at most for each token that matched."""
+    suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0, le=1)
+    """suffix: least probability of a draft, by how often it followed before."""
     tree_top_k: int = Field(default=1, ge=1, le=32)
     """Width of trees of drafts, num_speculative_tokens deep; 1 drafts chains."""
     tree_total_tokens: int = Field(default=60, ge=1, le=256)
@@ -203,6 +211,10 @@ class TandemConfig(BaseSettings):
             num_speculative_tokens=speculative.num_speculative_tokens,
             ngram_min=speculative.prompt_lookup_min,
             ngram_max=speculative.prompt_lookup_max,
+            suffix_max_tree_depth=speculative.suffix_decoding_max_tree_depth,
+            suffix_max_cached_requests=speculative.suffix_decoding_max_cached_requests,
+            suffix_max_spec_factor=speculative.suffix_decoding_max_spec_factor,
+            suffix_min_token_prob=speculative.suffix_decoding_min_token_prob,
             adaptive_length=speculative.adaptive_length,
             draft_gap=speculative.draft_gap,
             tree_top_k=speculative.tree_top_k,

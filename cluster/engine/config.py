@@ -37,6 +37,10 @@ class EngineConfig:
     audit: bool = False
     ngram_min: int = 2
     ngram_max: int = 4
+    suffix_max_tree_depth: int = 24
+    suffix_max_cached_requests: int = 10_000
+    suffix_max_spec_factor: float = 1.0
+    suffix_min_token_prob: float = 0.1
     adaptive_length: bool = False
     draft_gap: DraftGap = DraftGap.CLIP
     tree_top_k: int = 1

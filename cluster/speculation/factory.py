@@ -16,21 +16,26 @@ from cluster.speculation.eagle import build_eagle
 from cluster.speculation.eagle3 import build_eagle3
 from cluster.speculation.lookahead import DraftFolder, SpeculationMethod, draft_folder
 from cluster.speculation.medusa import build_medusa
+from cluster.speculation.mtp import build_mtp, build_mtp_eagle
 from cluster.speculation.ngram import build_ngram
 from cluster.speculation.pard import build_pard
 from cluster.speculation.peagle import build_peagle
 from cluster.speculation.protocol import Drafter
 from cluster.speculation.source import DraftSource
 from cluster.speculation.span_check import check_span
+from cluster.speculation.suffix import build_suffix
 
 _BUILDERS: dict[SpeculationMethod, Callable[[DraftSource], Drafter]] = {
     SpeculationMethod.NGRAM: build_ngram,
+    SpeculationMethod.SUFFIX: build_suffix,
     SpeculationMethod.DRAFT_MODEL: build_draft_model,
     SpeculationMethod.PARD: build_pard,
     SpeculationMethod.DFLASH: build_dflash,
     SpeculationMethod.EAGLE: build_eagle,
     SpeculationMethod.EAGLE3: build_eagle3,
     SpeculationMethod.PEAGLE: build_peagle,
+    SpeculationMethod.MTP_EAGLE: build_mtp_eagle,
+    SpeculationMethod.MTP: build_mtp,
     SpeculationMethod.MEDUSA: build_medusa,
 }
 

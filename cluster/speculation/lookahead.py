@@ -16,12 +16,15 @@ class SpeculationMethod(StrEnum):
 
     NONE = "none"
     NGRAM = "ngram"
+    SUFFIX = "suffix"
     DRAFT_MODEL = "draft_model"
     PARD = "pard"
     DFLASH = "dflash"
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
     PEAGLE = "peagle"
+    MTP_EAGLE = "mtp_eagle"
+    MTP = "mtp"
     MEDUSA = "medusa"
 
 
@@ -54,6 +57,7 @@ class _Row:
 _TABLE = {
     SpeculationMethod.NONE: _Row(False, None, False, DraftFolder.NEVER),
     SpeculationMethod.NGRAM: _Row(False, None, False, DraftFolder.NEVER),
+    SpeculationMethod.SUFFIX: _Row(False, None, False, DraftFolder.NEVER),
     # Unshifted input: slot i holds token i.
     SpeculationMethod.DRAFT_MODEL: _Row(True, 0, False, DraftFolder.REQUIRED),
     SpeculationMethod.PARD: _Row(True, 0, False, DraftFolder.REQUIRED),
@@ -63,6 +67,9 @@ _TABLE = {
     SpeculationMethod.EAGLE: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
     SpeculationMethod.EAGLE3: _Row(True, 1, True, DraftFolder.REQUIRED, trees=True),
     SpeculationMethod.PEAGLE: _Row(True, 1, True, DraftFolder.REQUIRED),
+    SpeculationMethod.MTP_EAGLE: _Row(True, 1, True, DraftFolder.OPTIONAL, trees=True),
+    # Layer k of a slot looks one token further ahead than layer k-1.
+    SpeculationMethod.MTP: _Row(True, _PerLayer.SPAN, True, DraftFolder.OPTIONAL),
     SpeculationMethod.MEDUSA: _Row(False, None, True, DraftFolder.REQUIRED),
 }
 

@@ -33,7 +33,9 @@ class DraftTask:
 
     request_id: str
     tokens: Sequence[int]
-    """All known tokens, the newly sampled one included; the first `num_prompt` are the prompt."""
+    """All known tokens, the newly sampled one included; the first `num_prompt` are the prompt.
+
+    The engine's own list: when the request ends, it has those of the last step too."""
     start: int
     end: int
     """At most shape.real_slots(len(tokens)), so that every input of these slots is real."""

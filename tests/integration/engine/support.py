@@ -15,6 +15,7 @@ from cluster.engine.engine import Engine
 from cluster.engine.events import EngineRequest, RequestEvent
 from cluster.engine.tokenizer import Tokenizer
 from cluster.speculation.lookahead import SpeculationMethod
+from cluster.speculation.tree import TreeShape
 from tests.fixtures.prompts import TINY_DRAFTS, TINY_TARGET, mixed_prompts, shared_system_prompts
 
 ROOMY = 4 << 20
@@ -38,9 +39,11 @@ def make_engine(
     max_queue: int = 64,
     draft: Path | None = None,
     adaptive_length: bool = False,
+    cached_requests: int = 100,
     draft_gap: str = "clip",
+    tree: TreeShape | None = None,
 ) -> Engine:
-    """An engine over the tiny models, chains of 3."""
+    """An engine over the tiny models, chains of 3 or trees of that depth."""
     torch.set_num_threads(1)
     return Engine(
         EngineConfig(
@@ -48,7 +51,10 @@ def make_engine(
             draft=draft or TINY_DRAFTS.get(method),
             method=SpeculationMethod(method),
             num_speculative_tokens=3,
+            tree_top_k=tree.top_k if tree else 1,
+            tree_total_tokens=tree.total if tree else 60,
             adaptive_length=adaptive_length,
+            suffix_max_cached_requests=cached_requests,
             draft_gap=DraftGap(draft_gap),
             block_size=block_size,
             draft_block_size=draft_block_size,

@@ -29,6 +29,7 @@ SAMPLING = greedy(MAX_TOKENS, ignore_eos=True)
 BYTES_PER_TOKEN = {
     "none": 2048,
     "ngram": 2048,
+    "suffix": 2048,
     "draft_model": 2560,
     "pard": 2560,
     "dflash": 3072,

@@ -42,6 +42,11 @@ def stats(event: RequestEvent) -> Stats:
     return event.token_ids, event.usage.draft_steps, event.usage.drafted, event.usage.accepted
 
 
+def forgetful(method: SpeculationMethod, **options: bool) -> Engine:
+    """An engine whose drafts depend on the request alone, not on outputs of past ones."""
+    return make_engine(method, cached_requests=0, **options)
+
+
 def run(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams, name: str) -> list[RequestEvent]:
     return engine.generate(requests(prompts, params, name))
 
@@ -51,8 +56,8 @@ def run(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams, 
 def test_reuse_changes_nothing_about_acceptance(method: SpeculationMethod, params: SamplingParams) -> None:
     """Exactly, in float32: a reused draft KV slot is the slot that the request would have computed."""
     prompts = ids([*shared_system_prompts(4, seed=3), *repeat_prompts(3, seed=2), *chat_turns(seed=4)[:3]])
-    plain = [stats(event) for event in run(make_engine(method, reuse=False), prompts, params, "plain")]
-    engine = make_engine(method)
+    plain = [stats(event) for event in run(forgetful(method, reuse=False), prompts, params, "plain")]
+    engine = forgetful(method)
     assert [stats(event) for event in run(engine, prompts, params, "cold")] == plain
     warm = run(engine, prompts, params, "warm")
     assert [stats(event) for event in warm] == plain
@@ -66,8 +71,8 @@ def test_reuse_changes_nothing_about_acceptance(method: SpeculationMethod, param
 @pytest.mark.parametrize("method", DRAFTING)
 def test_a_batch_changes_nothing_about_acceptance(method: SpeculationMethod) -> None:
     prompts = ids(mixed_prompts(6, seed=8))
-    together = run(make_engine(method, reuse=False), prompts, GREEDY, "together")
-    engine = make_engine(method, reuse=False)
+    together = run(forgetful(method, reuse=False), prompts, GREEDY, "together")
+    engine = forgetful(method, reuse=False)
     alone = [run(engine, [prompt], GREEDY, f"alone{i}")[0] for i, prompt in enumerate(prompts)]
     assert [stats(event) for event in together] == [stats(event) for event in alone]
 
@@ -75,7 +80,7 @@ def test_a_batch_changes_nothing_about_acceptance(method: SpeculationMethod) -> 
 @pytest.mark.parametrize("method", DRAFTING)
 def test_a_request_that_continues_another_reuses_its_answer_too(method: SpeculationMethod) -> None:
     """The KV of accepted tokens was rewritten from real inputs, so drafting on top of it goes as well as afresh."""
-    engine = make_engine(method)
+    engine = forgetful(method)
     first = ids(repeat_prompts(1, seed=6))[0]
     answer = run(engine, [first], replace(GREEDY, ignore_eos=True), "first")[0]
     second = first + answer.token_ids + encode("<|end|><|user|>Repeat that.<|end|><|assistant|>")
@@ -85,7 +90,7 @@ def test_a_request_that_continues_another_reuses_its_answer_too(method: Speculat
     assert warm.usage.reused_target >= len(first) + len(answer.token_ids) - 1
     if joint_reuse_eligible(method):
         assert warm.usage.reused_joint >= len(first) + len(answer.token_ids) - 2
-    cold = run(make_engine(method, reuse=False), [second], GREEDY, "cold")[0]
+    cold = run(forgetful(method, reuse=False), [second], GREEDY, "cold")[0]
     assert stats(warm) == stats(cold)
 
 
@@ -104,13 +109,14 @@ def test_a_seed_gives_the_same_tokens_with_every_method() -> None:
 # Tokens a step that the tiny drafts reach at least, chains of 3; see the figures in docs/benchmarks.md.
 BOUNDS = {
     SpeculationMethod.NGRAM: 1.02,
+    SpeculationMethod.SUFFIX: 1.7,
     SpeculationMethod.DRAFT_MODEL: 1.6,
     SpeculationMethod.PARD: 2.3,
     SpeculationMethod.DFLASH: 2.6,
     SpeculationMethod.EAGLE: 1.8,
     SpeculationMethod.EAGLE3: 1.8,
     SpeculationMethod.PEAGLE: 2.4,
-    SpeculationMethod.MEDUSA: 1.2,
+    SpeculationMethod.MEDUSA: 1.6,
 }
 
 
@@ -140,6 +146,20 @@ def test_beyond_the_drafts_last_position_the_target_goes_on_alone(method: Specul
             assert event.usage is not None
             assert (event.usage.drafted > 0) == (prompt is short)
             assert all(pool.ok for pool in engine.audit([PublishedSequence((*prompt, *event.token_ids))]))
+
+
+def test_suffix_decoding_learns_from_the_answers_to_the_same_questions() -> None:
+    """Each tenant from its own, and the answers stay the same."""
+    engine, prompts = make_engine(SpeculationMethod.SUFFIX), ids(mixed_prompts(6, seed=4))
+    runs = [
+        engine.generate(requests(prompts, GREEDY, name, tenant_salt=tenant))
+        for name, tenant in [("first", b"red"), ("again", b"red"), ("other", b"blue")]
+    ]
+    first, again, other = ([stats(event) for event in events] for events in runs)
+    assert [answer for answer, *_ in first] == [answer for answer, *_ in again]
+    assert first == other
+    lengths = [1 + sum(accepted for *_, accepted in run) / sum(steps for _, steps, *_ in run) for run in (first, again)]
+    assert lengths[1] > 3 > lengths[0]
 
 
 def test_a_request_that_declines_speculation_is_not_drafted_for() -> None:

@@ -14,6 +14,7 @@ from cluster.speculation.lookahead import (
 EXPECTED = {
     "none": (None, Coupling.NONE),
     "ngram": (None, Coupling.NONE),
+    "suffix": (None, Coupling.NONE),
     "draft_model": (0, Coupling.INDEPENDENT),
     "pard": (0, Coupling.INDEPENDENT),
     "dflash": (0, Coupling.JOINT),

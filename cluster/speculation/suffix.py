@@ -1,4 +1,4 @@
-"""Drafts by suffix decoding: what followed repeated suffixes, in the same text and in past outputs (Oliaro et al. 2024).
+"""Drafts by suffix decoding: what followed repeated suffixes, here and in past outputs (Oliaro et al. 2024).
 
 Each request is searched in its own text, prompt and output, and in the outputs of past requests of the same tenant;
 the guess that is expected to get more tokens right is taken. How much is drafted follows from how long the match is and

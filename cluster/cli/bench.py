@@ -1,6 +1,7 @@
 """`tandem bench …`: measurements, printed as a table and, with `--json`, written as flat keys."""
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +52,37 @@ def engine(
 
 
 @bench.command()
+def modes(
+    target: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Target model. Default: the tests' tiny one.")
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODE=DIR", help="Draft of a mode; repeatable. Default: the tests' tiny ones."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times that each prompt is new.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads for tensor operations.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Every speculation mode: tokens a step, speed against none, draft KV, and what a chat reuses."""
+    from transformers.utils import logging
+
+    from cluster.bench.modes import ModeEffort, modes_of, run_modes_bench
+    from cluster.cli.bench_modes import drafts_by_mode, modes_table, tiny_models
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of loading weights, drawn over ours
+    console = Console(highlight=False)
+    folder, drafts = (target, {}) if target else tiny_models(_TINY)
+    chosen = modes_of({**drafts, **drafts_by_mode(draft or ())}, console.print)
+    with console.status("") as status:
+        figures = run_modes_bench(folder, chosen, ModeEffort(rounds=rounds, threads=threads), status.update)
+    console.print(modes_table(figures))
+    if json_file:
+        keys = {key: value for mode, found in figures.items() for key, value in found.keys(mode).items()}
+        json_file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+
+
+@bench.command()
 def core(
     peers: Annotated[Path, typer.Option(metavar="DIR", help="Environments of the peers: DIR/vllm, DIR/sglang.")] = Path(
         ".peers"
@@ -66,7 +98,7 @@ def core(
     with console.status("measuring the caches") as status:
         figures = run_core_bench(peers, rounds, console.print)
         status.stop()
-    console.print(figures_table(figures))
+    console.print(figures_table(figures, "CPU time of one thread, best of all rounds; vs_<peer> is ours over theirs"))
     if json_file:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
@@ -116,11 +148,38 @@ def route(
     with console.status("") as status:
         results = run_matrix(setup, jobs, status.update)
     for table in route_tables(results):
-        console.print(table, crop=False, soft_wrap=True)
+        Console(highlight=False, width=max(console.width, 132)).print(table)
     if plot:
         plot.write_text(chart(results), encoding="utf-8")
     if json_file:
         json_file.write_text(json.dumps(flat_keys(results), indent=2) + "\n", encoding="utf-8")
+
+
+@bench.command()
+def gap(
+    model: Annotated[BenchTarget, typer.Option(help="Model to measure, with its EAGLE3 draft.")] = BenchTarget.DEMO,
+    context: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens of the chat that was evicted.")] = 1000,
+    new_tokens: Annotated[int, typer.Option(min=1, max=10_000, help="Tokens of the answer.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Chats that each choice is measured on.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads for tensor operations.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Long chats whose draft blocks were evicted, for each choice of speculative.draft_gap."""
+    from transformers.utils import logging
+
+    from cluster.bench.draft_gap import TINY_QUESTIONS, GapCase, run_gap_bench
+    from cluster.cli.render import figures_table
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of loading weights, drawn over ours
+    console = Console(highlight=False)
+    measured = _bench_model(model)
+    if model is BenchTarget.TINY:
+        measured = replace(measured, questions=TINY_QUESTIONS)
+    with console.status("") as status:
+        figures = run_gap_bench(measured, GapCase(context, new_tokens, rounds, threads), status.update)
+    console.print(figures_table(figures, f"draft_gap of {model}: seconds, medians of {rounds} rounds; tokens a step"))
+    if json_file:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _bench_model(name: BenchTarget) -> "BenchModel":

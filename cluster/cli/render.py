@@ -91,9 +91,9 @@ def comparison_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
     return table
 
 
-def figures_table(figures: Mapping[str, float]) -> Table:
+def figures_table(figures: Mapping[str, float], caption: str) -> Table:
     """Figures by their keys."""
-    table = _table("CPU time of one thread, best of all rounds; vs_<peer> is ours over theirs", "figure", "value")
+    table = _table(caption, "figure", "value")
     for key, value in figures.items():
         table.add_row(key, f"{value:.4g}")
     return table

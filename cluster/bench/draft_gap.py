@@ -1,8 +1,8 @@
 """What the choices of `speculative.draft_gap` are worth: long chats whose draft blocks were evicted.
 
-A chat of the model's own answers fills both pools. Then the draft's pool gives up all that it holds, and the next turn
-is measured: `clip` computes the whole chat again in both models, `skip` starts at the target's depth, and `auto` does what
-its costs and acceptance, learnt on the turns before, make of it. Each round has a new chat, and the choices take turns;
+A chat of the model's own answers fills both pools. Then the draft's pool gives up all that it holds, and an answer is
+measured: `clip` computes the whole chat again in both models, `skip` starts at the target's depth, and `auto` does one
+or the other, by the costs and the acceptance that it has learnt. Each round has a new chat, and the choices take turns;
 a figure is the median of the rounds.
 Called by `tandem bench gap`.
 

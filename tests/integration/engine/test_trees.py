@@ -53,9 +53,10 @@ def tally() -> Iterator[Tally]:
     assert len(tally.near_ties) <= tally.tokens / 10_000, tally.near_ties
 
 
-@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no reuse"])
+@pytest.mark.parametrize(
+    ("reuse", "chunk", "tight"),
+    [(True, 1, False), (True, 7, True), (True, 64, False), (False, 1, True), (False, 7, False), (False, 64, True)],
+)
 @pytest.mark.parametrize("method", TREE_METHODS)
 def test_greedy_tokens_are_those_of_transformers(
     method: SpeculationMethod, reuse: bool, chunk: int, tight: bool, tally: Tally
@@ -146,7 +147,7 @@ def test_short_answers_and_the_last_position_bound_the_depth(max_tokens: int) ->
 def drafted(engine: Engine, params: SamplingParams, name: str) -> list[tuple[int, ...]]:
     """Of each answer: its tokens, and how it was drafted."""
     prompts = [
-        encode(p.text) for p in (*mixed_prompts(8, seed=1), *count_prompts(4, seed=1), *repeat_prompts(4, seed=1))
+        encode(p.text) for p in (*mixed_prompts(4, seed=1), *count_prompts(3, seed=1), *repeat_prompts(3, seed=1))
     ]
     events = engine.generate(requests(prompts, params, name))
     stats = []
@@ -156,7 +157,7 @@ def drafted(engine: Engine, params: SamplingParams, name: str) -> list[tuple[int
     return stats
 
 
-@pytest.mark.parametrize("kind", ["greedy", "hot", "truncated"])
+@pytest.mark.parametrize("kind", ["greedy", "truncated"])
 @pytest.mark.parametrize("method", TREE_METHODS)
 def test_trees_are_accepted_more_often_than_chains_and_as_often_with_reuse(
     method: SpeculationMethod, kind: str

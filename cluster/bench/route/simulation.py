@@ -16,6 +16,7 @@ from cluster.bench.route.policy import News, Policy
 from cluster.bench.route.request import Outcome, SimRequest, Workload
 from cluster.bench.route.timing import WorkerSpec
 from cluster.bench.route.worker import SimWorker
+from cluster.errors import ConfigError
 
 NEWS_DELAY_S = 0.02
 
@@ -33,7 +34,8 @@ class Run:
 
 
 def simulate(workload: Workload, workers: int, spec: WorkerSpec, policy: Policy) -> Run:
-    """Runs until every request has ended."""
+    """Runs until every request has ended. Raises ConfigError for one that is larger than a pool."""
+    _check_sizes(workload, spec)
     return _Simulation(workload, workers, spec, policy).run()
 
 
@@ -102,6 +104,16 @@ class _Simulation:
     def _push(self, at: float, index: int, is_news: bool) -> None:
         self._made += 1
         heappush(self._events, (at, self._made, index, is_news))
+
+
+def _check_sizes(workload: Workload, spec: WorkerSpec) -> None:
+    capacity = spec.pool_tokens // workload.block_size * workload.block_size
+    longest = max((request.prompt_tokens + request.output_tokens for request in workload.requests), default=0)
+    if longest > capacity:
+        raise ConfigError(
+            f"workload {workload.name} has a request of {longest:,} tokens, but a pool of the simulated worker holds "
+            f"{capacity:,}: leave it out."
+        )
 
 
 def _news_of(worker: SimWorker) -> News:

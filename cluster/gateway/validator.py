@@ -177,6 +177,7 @@ class Validator:
         _check_count("stop_token_ids", len(sampling.stop_token_ids), 0, MAX_STOP_TOKENS, "token ids")
         self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
         if sampling.grammar is not None:
+            _check_encodable(f"structured_output.{sampling.grammar.kind}", sampling.grammar.text)
             check_grammar(sampling.grammar)
             _check_ends(sampling)
 

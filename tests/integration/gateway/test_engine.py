@@ -1,6 +1,7 @@
 """The whole path over real gRPC with a real engine: gateway, worker service, engine loop, tiny model with its draft."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -235,6 +236,31 @@ async def test_bad_input_allocates_nothing_and_the_next_request_works(stack: Sta
     assert loop.stats() == before
     tokens, _, _ = await collect(stack.client.generate("hi", max_tokens=3, temperature=0, ignore_eos=True))
     assert len(tokens) == 3
+
+
+async def test_an_answer_takes_the_form_that_is_asked_for(stack: Stack, loop: EngineLoop) -> None:
+    schema = '{"properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}'
+    form = {"json_schema": schema.replace("{", '{"type": "object", ', 1)}
+    _, text, last = await collect(stack.client.generate(PROMPT, max_tokens=24, structured_output=form))
+    assert json.loads(text)["ok"] in (True, False)
+    assert last.finish_reason == tandem_pb2.FINISH_REASON_STOP
+    for wrong in ({"regex": "a(b"}, {"json_schema": "{}}"}, {"ebnf": "start: nothing"}, {}):
+        with pytest.raises(InvalidRequest, match="structured_output"):
+            await collect(stack.client.generate(PROMPT, max_tokens=4, structured_output=wrong))
+    await eventually(lambda: idle(loop))
+
+
+async def test_a_form_that_takes_too_long_to_compile_keeps_nobody_waiting(stack: Stack, loop: EngineLoop) -> None:
+    patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(20, 40)]
+    form = {"json_schema": json.dumps({"allOf": patterns})}
+    slow = asyncio.create_task(collect(stack.client.generate(PROMPT, max_tokens=4, structured_output=form)))
+    await eventually(lambda: len(stack.dispatcher.queries) == 1)
+    tokens, _, _ = await collect(stack.client.generate(PROMPT, max_tokens=20, ignore_eos=True))
+    assert len(tokens) == 20
+    assert not slow.done()
+    with pytest.raises(InvalidRequest, match="too much time or memory"):
+        await slow
+    await eventually(lambda: idle(loop))
 
 
 async def test_a_worker_refuses_an_earlier_lifes_requests_and_what_cannot_fit(loop: EngineLoop) -> None:

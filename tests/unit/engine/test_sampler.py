@@ -1,6 +1,7 @@
 """The sampler draws from the distribution that its parameters describe, and from nothing but its row."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=1)
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def draw(params: SamplingParams, draws: int, **history: tuple[int, ...]) -> list[int | None]:
+def draw(params: SamplingParams, draws: int, **history: Any) -> list[int | None]:
     rows = [SampleRow(params, seed=7, position=p, **history) for p in range(draws)]
     return list(Sampler(len(LOGITS)).sample(LOGITS.expand(draws, -1), rows).tokens)
 
@@ -56,6 +57,44 @@ CASES = {
         {"prompt": (4,), "output": (0, 6), "drafts": (0,)},
     ),
 }
+
+
+MASK = np.array([i in (1, 2, 3, 6) for i in range(8)])
+# Under a mask: the most likely token and others are out, and what is kept is kept among the rest.
+MASKED = {
+    "mask": (PARAMS, only([1, 2, 3, 6])),
+    "mask_and_top_k": (replace(PARAMS, top_k=3), only([1, 2, 3])),
+    "mask_and_top_p": (replace(PARAMS, top_p=0.8), only([1, 2, 3])),
+    "mask_and_min_p": (replace(PARAMS, min_p=0.5), only([1, 2])),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_a_mask_comes_before_truncation_and_the_rest_shares_all_probability(case: str) -> None:
+    params, expected_logits = MASKED[case]
+    counts = np.bincount(np.array(draw(params, FEWER, allowed=MASK)), minlength=len(LOGITS))
+    expected = np.array(softmax(expected_logits))
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert chisquare(counts[kept], expected[kept] * FEWER).pvalue > 1e-3
+
+
+def test_masks_and_penalties_compose_and_logprobs_stay_the_models_own() -> None:
+    params = replace(GREEDY, presence_penalty=2.0, logprobs=1)
+    row = SampleRow(params, 0, 3, output=(1,), allowed=MASK)
+    result = Sampler(8).sample(LOGITS.expand(2, -1), [row, replace(row, output=())])
+    assert result.tokens == (2, 1)
+    assert result.logprobs[0] is not None
+    assert result.logprobs[0].logprob == pytest.approx(float(torch.log_softmax(LOGITS, -1)[2]))
+    assert result.logprobs[0].top[0][0] == 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, PARAMS])
+def test_a_row_of_which_no_allowed_token_is_possible_fails_alone(params: SamplingParams) -> None:
+    rows = [SampleRow(params, 1, 0, allowed=allowed) for allowed in (np.zeros(8, np.bool_), MASK)]
+    tokens = Sampler(8).sample(LOGITS.expand(2, -1), rows).tokens
+    assert tokens[0] is None
+    assert tokens[1] in (1, 2, 3, 6)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.core.sampling import Grammar, GrammarKind
 from cluster.errors import InvalidRequest, ModelNotFound, PromptTooLarge, TandemError
 from cluster.gateway.request import ChatMessage, ChatPrompt, RequestFields, SamplingFields, TextPrompt, TokenPrompt
 from cluster.gateway.validator import DEFAULT_MAX_TOKENS, Validator
@@ -22,6 +23,17 @@ GOOD = RequestFields(TextPrompt("hello"))
 
 def sampling(**fields: Any) -> RequestFields:
     return replace(GOOD, sampling=SamplingFields(**fields))
+
+
+REGEX = Grammar(GrammarKind.REGEX, "a+")
+
+
+def schema(text: str) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
+
+
+def nested(levels: int) -> str:
+    return '{"a":' * (levels - 1) + "{}" + "}" * (levels - 1)
 
 
 BAD = [
@@ -61,6 +73,16 @@ BAD = [
     (sampling(stop=("ok", "b" * 257)), "stop[1]", "257", "1 to 256 characters"),
     (sampling(stop_token_ids=(1,) * 65), "stop_token_ids", "65", "0 to 64 token ids"),
     (sampling(stop_token_ids=(512,)), "stop_token_ids[0]", "512", "from 0 to 511"),
+    (sampling(grammar=REGEX, stop=("x",)), "stop", "x", "unset with structured_output"),
+    (sampling(grammar=REGEX, ignore_eos=True), "ignore_eos", "true", "unset with structured_output"),
+    (sampling(grammar=REGEX, min_tokens=1), "min_tokens", "1", "unset with structured_output"),
+    (sampling(grammar=replace(REGEX, text="")), "structured_output.regex", "empty", "1 to 65536 characters"),
+    (sampling(grammar=replace(REGEX, text="a" * 65_537)), "structured_output.regex", "65537", "at most 65536"),
+    (sampling(grammar=replace(REGEX, text="a\ud800")), "structured_output.regex", "U+D800", "UTF-8"),
+    (sampling(grammar=schema('{"type":')), "structured_output.json_schema", '{"type":', "JSON (Expecting value"),
+    (sampling(grammar=schema("true")), "structured_output.json_schema", "true", "a JSON object"),
+    (sampling(grammar=schema(nested(65))), "structured_output.json_schema", "too deeply", "at most 64 levels"),
+    (sampling(grammar=schema(nested(9000))), "structured_output.json_schema", "too deeply", "at most 64 levels"),
 ]
 
 
@@ -78,6 +100,9 @@ EDGES = [
     sampling(max_tokens=1, temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, seed=0, logprobs=0, min_tokens=1),
     sampling(max_tokens=1023, temperature=2.0, top_k=512, top_p=1e-6, min_p=1.0, seed=2**64 - 1, logprobs=20),
     sampling(presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=10.0),
+    sampling(grammar=schema(nested(64)), stop=(), ignore_eos=False, min_tokens=0, stop_token_ids=(3,)),
+    sampling(grammar=Grammar(GrammarKind.EBNF, "a" * 65_536)),
+    sampling(grammar=Grammar(GrammarKind.JSON_OBJECT)),
     sampling(stop=("s" * 256,) * 16, stop_token_ids=(0, 511)),
     replace(GOOD, prompt=TokenPrompt((0, 511)), request_id="a" * 128, priority=-100, model="tiny"),
     replace(GOOD, prompt=ChatPrompt(tuple(ChatMessage(role, "") for role in ("system", "user", "assistant")))),
@@ -157,6 +182,7 @@ numbers = st.none() | st.integers(-(2**70), 2**70) | st.floats()
             frequency_penalty=numbers,
             repetition_penalty=numbers,
             logprobs=st.none() | st.integers(-1, 30),
+            grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text(max_size=9)),
         ),
         model=st.sampled_from(["", "tiny", "other"]),
         request_id=st.text(max_size=5),

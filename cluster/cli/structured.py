@@ -46,4 +46,6 @@ def _read(option: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8"
-        raise InvalidRequest(option, str(path), f"a text file that can be read ({reason})", "name another file") from error
+        raise InvalidRequest(
+            option, str(path), f"a text file that can be read ({reason})", "name another file"
+        ) from error

@@ -1,9 +1,12 @@
 """Compiles the grammars of requests, for one model's tokenizer.
 
 Compiling happens in a thread of its own, so that the engine's steps go on, and only after a trial in a process of its
-own (`grammar_trial`). Invariant: a grammar is compiled once while it stays among the last ones used, and
-one that was refused is refused again without another trial. `prepare` from any thread; `matcher` is what the engine
-calls, on its own thread. One per engine.
+own (`grammar_trial`). Invariant: a grammar is compiled once while it stays among the last ones used, and one that was
+refused is refused again without another trial. `prepare` from any thread; `matcher` is what the engine calls, on its own
+thread. One per engine.
+
+Masks come from llguidance, which refuses a schema that it can't enforce, bounds the work of each mask and needs no other
+package. xgrammar 0.2.9 was the alternative: it ignores such keywords, and its wheel brings Triton along.
 """
 
 from __future__ import annotations

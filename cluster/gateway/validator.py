@@ -195,7 +195,7 @@ def _check_ends(sampling: SamplingFields) -> None:
     for field in ("stop", "ignore_eos", "min_tokens"):
         value = getattr(sampling, field)
         if value:
-            shown = str(value).lower() if isinstance(value, bool) else value
+            shown = ", ".join(value) if isinstance(value, tuple) else str(value).lower()
             raise InvalidRequest(field, shown, "unset with structured_output, which says where to end", "leave one out")
 
 

@@ -1,6 +1,6 @@
 """What placing a request on a worker would cost, in predicted milliseconds, and which candidate is cheapest.
 
-    prefill   what the target pool lacks, and what the draft pool lacks, weighted for the requests that wait behind it
+    prefill   what the target pool lacks, and what the draft pool lacks
     backlog   prefill that the worker has to finish first
     decode    steps shared with the requests that run there
     queue     the wait for a place in the batch, or for blocks that running requests hold
@@ -40,8 +40,6 @@ class CostModel:
     """Slower decoding that each request already running there means for the new one."""
     queued_request_ms: float = 2000.0
     """Wait for each request that stands before the new one once the batch or the pool is full."""
-    prefill_weight: float = 1.0
-    """Prefill occupies the worker for others too: how many requests pay for it, the new one included."""
     eviction_weight: float = 0.0
     """How much of a cached token's prefill its eviction costs: the odds that it would have been reused."""
 
@@ -128,8 +126,8 @@ def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cos
     stored = max(0, query.n_tokens - candidate.depth.target * query.block_size)
     evicted = max(0.0, stored - max(0.0, candidate.free_tokens))
     return Cost(
-        target_prefill=model.prefill_weight * model.target_ms(query.n_tokens - target, target),
-        draft_prefill=model.prefill_weight * draft * model.draft_token_ms,
+        target_prefill=model.target_ms(query.n_tokens - target, target),
+        draft_prefill=draft * model.draft_token_ms,
         backlog=candidate.backlog_ms,
         decode=decode_ms(candidate, model),
         queue=queue_ms(stored, candidate, model),

@@ -58,11 +58,11 @@ class Promises:
         """How deep each worker will hold the chain, in blocks, by what was promised."""
         found: dict[str, Depth] = {}
         ended = []
-        for promise in self._alike(keys):
+        for promise, low, high in self._alike(keys):
             if promise.until <= now:
                 ended.append(promise)
                 continue
-            depth = _shared(promise.keys, keys)
+            depth = _shared(promise.keys, keys, low, high)
             known = found.get(promise.worker_id, Depth(0, 0))
             found[promise.worker_id] = Depth(max(known.target, depth), max(known.draft, depth if promise.draft else 0))
         for promise in ended:
@@ -73,16 +73,18 @@ class Promises:
         for promise in [promise for promise in self._kept if promise.until <= now]:
             self._end(promise)
 
-    def _alike(self, keys: Sequence[bytes]) -> Iterator[_Promise]:
-        """Promises that share the deepest marks with the chain come first."""
+    def _alike(self, keys: Sequence[bytes]) -> Iterator[tuple[_Promise, int, int]]:
+        """Promises that begin like the chain, and between which depths the two part; the deepest marks first."""
         seen: set[_Promise] = set()
+        deeper = len(keys)
         for depth in reversed(list(_marks(len(keys)))):
             for promise in reversed(self._marks.get(keys[depth - 1], {})):
                 if promise not in seen:
                     seen.add(promise)
-                    yield promise
+                    yield promise, depth, min(deeper, len(promise.keys))
                     if len(seen) >= _MOST_COMPARED:
                         return
+            deeper = depth
 
     def _end(self, promise: _Promise) -> None:
         del self._kept[promise]
@@ -104,9 +106,9 @@ def _marks(length: int) -> Iterator[int]:
         yield length
 
 
-def _shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Leading blocks that two chains share. Keys are chained: where one is equal, all before it are."""
-    low, high = 0, min(len(one), len(other))
+def _shared(one: Sequence[bytes], other: Sequence[bytes], low: int, high: int) -> int:
+    """Leading blocks that two chains share, known to be from `low` to `high`. Keys are chained: where one is equal, all
+    before it are."""
     while low < high:
         middle = (low + high + 1) // 2
         if one[middle - 1] == other[middle - 1]:

@@ -31,15 +31,17 @@ def shortlist(
     """At most `SHORTLIST` of the workers, those with the lowest rough cost; at random where equal."""
     if len(workers) <= SHORTLIST:
         return workers
-    draw, per_block = rng.random, query.block_size * costs.target_token_ms * costs.prefill_weight
-    ranked = []
-    for place, worker in enumerate(workers):
-        rough = worker.standing_ms
-        if worker.busy_until > now:
-            rough += 1000.0 * (worker.busy_until - now)
-        depth = depths.get(worker.worker_id)
-        if depth is not None:
-            clipped = query.speculate and worker.info.coupling is Coupling.JOINT
-            rough -= per_block * (min(depth) if clipped else depth.target)
-        ranked.append((rough, draw(), place))
+    draw = rng.random
+    ranked = [
+        (worker.standing_ms + (1000.0 * (worker.busy_until - now) if worker.busy_until > now else 0.0), draw(), place)
+        for place, worker in enumerate(workers)
+    ]
+    if depths:
+        per_block = query.block_size * costs.target_token_ms
+        for place, worker in enumerate(workers):
+            depth = depths.get(worker.worker_id)
+            if depth is not None:
+                clipped = query.speculate and worker.info.coupling is Coupling.JOINT
+                rough, drawn, _ = ranked[place]
+                ranked[place] = rough - per_block * (min(depth) if clipped else depth.target), drawn, place
     return [workers[place] for _, _, place in nsmallest(SHORTLIST, ranked)]

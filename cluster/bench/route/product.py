@@ -111,7 +111,6 @@ def cost_model(spec: WorkerSpec) -> CostModel:
         draft_token_ms=times.draft_token_ms if spec.coupling is not Coupling.NONE else 0.0,
         decode_request_ms=float(os.environ.get("DEC", 20)),
         queued_request_ms=float(os.environ.get("QUE", 500)),
-        prefill_weight=float(os.environ.get("PRE", 1.0)),
         eviction_weight=float(os.environ.get("EVI", 0.1)),
     )
 

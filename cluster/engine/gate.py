@@ -62,7 +62,7 @@ def _refusal(name: str, reason: str) -> ModelLoadError:
     return ModelLoadError(f"{name} {reason}: use a decoder-only model with full or sliding-window attention.")
 
 
-class _Recorder:
+class ShapeRecorder:
     """An attention plan that computes plain causal attention and notes the shapes that each layer hands over."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Recorder:
 
 def _record(model: PreTrainedModel) -> KvLayout:
     name, config = type(model).__name__, model.config.get_text_config()
-    recorder = _Recorder()
+    recorder = ShapeRecorder()
     ids = _test_ids(model)[:, :4]
     try:
         _forward(model, ids, torch.arange(4, device=ids.device)[None], recorder)

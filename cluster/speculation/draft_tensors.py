@@ -38,6 +38,18 @@ def read_draft_tensors(
     return tensors
 
 
+def draft_tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors of a checkpoint in safetensors. Raises ModelLoadError for files that can't be read."""
+    names: list[str] = []
+
+    def note(name: str) -> bool:
+        names.append(name)
+        return False
+
+    read_draft_tensors(folder, wanted=note)
+    return names
+
+
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], what: str, folder: Path) -> None:
     """Make `tensors` the parameters and buffers of `module` that have their names; nothing is copied.
 

@@ -36,6 +36,8 @@ BYTES_PER_TOKEN = {
     "eagle": 2560,
     "eagle3": 2560,
     "peagle": 3072,
+    "mtp_eagle": 2560,
+    "mtp": 3072,
     "medusa": 2048,
 }
 TIGHT_BLOCKS, TIGHT_BLOCK_SIZE = 46, 4

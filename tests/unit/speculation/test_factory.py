@@ -10,7 +10,14 @@ from cluster.engine.config import EngineConfig
 from cluster.engine.sampler import Sampler
 from cluster.errors import ConfigError, ModelLoadError
 from cluster.speculation.factory import load_drafter
-from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead, has_draft_kv
+from cluster.speculation.lookahead import (
+    DraftFolder,
+    SpeculationMethod,
+    coupling_of,
+    draft_folder,
+    draft_kv_lookahead,
+    has_draft_kv,
+)
 from cluster.speculation.protocol import Drafter
 from tests.fixtures.prompts import TINY_DRAFT, TINY_EAGLE3, TINY_TARGET
 from tests.unit.speculation.drafting import FOLDERS, target
@@ -45,11 +52,12 @@ def test_every_method_loads_and_states_its_shape(method: SpeculationMethod) -> N
         assert drafter is None
         return
     assert drafter is not None and drafter.method is method
-    assert (drafter.shape.coupling, drafter.shape.span) == (coupling_of(method), draft_kv_lookahead(method))
+    layers = len(drafter.kv_layout.layers) if drafter.kv_layout else None
+    assert (drafter.shape.coupling, drafter.shape.span) == (coupling_of(method), draft_kv_lookahead(method, layers))
     assert (drafter.kv_layout is not None) == has_draft_kv(method)
 
 
-@pytest.mark.parametrize("method", FOLDERS)
+@pytest.mark.parametrize("method", [method for method in FOLDERS if draft_folder(method) is DraftFolder.REQUIRED])
 def test_a_method_that_needs_a_draft_says_so(method: SpeculationMethod) -> None:
     with pytest.raises(ConfigError, match=f"draft is not set, but speculation method {method} needs one"):
         load(method, None)

@@ -21,6 +21,8 @@ EXPECTED = {
     "eagle": (1, Coupling.JOINT),
     "eagle3": (1, Coupling.JOINT),
     "peagle": (1, Coupling.JOINT),
+    "mtp_eagle": (1, Coupling.JOINT),
+    "mtp": (None, Coupling.JOINT),  # not established before the number of layers is
     "medusa": (None, Coupling.NONE),
 }
 
@@ -35,3 +37,10 @@ def test_joint_reuse_needs_a_known_span_and_two_pools(method: SpeculationMethod)
     two_pools = coupling_of(method) is not Coupling.NONE
     assert two_pools == has_draft_kv(method)
     assert joint_reuse_eligible(method) == (two_pools and draft_kv_lookahead(method) is not None)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_layers_that_look_ahead_one_after_the_other_add_up(layers: int) -> None:
+    assert draft_kv_lookahead(SpeculationMethod.MTP, layers) == layers
+    assert joint_reuse_eligible(SpeculationMethod.MTP, layers)
+    assert draft_kv_lookahead(SpeculationMethod.EAGLE3, layers) == 1

@@ -3,7 +3,7 @@
     prefill   what the target pool lacks, and what the draft pool lacks
     backlog   prefill that the worker has to finish first
     decode    steps shared with the requests that run there
-    queue     the wait for a place in the batch, or for blocks that running requests hold
+    queue     the wait for a place in the batch, or for blocks that running requests hold, beyond that of the backlog
     eviction  cached KV that the request would push out, which somebody may ask for again
 
 A hidden-state draft reuses only to the joint frontier, so both pools are priced from there; an independent draft
@@ -130,7 +130,7 @@ def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cos
         draft_prefill=draft * model.draft_token_ms,
         backlog=candidate.backlog_ms,
         decode=decode_ms(candidate, model),
-        queue=queue_ms(stored, candidate, model),
+        queue=max(0.0, queue_ms(stored, candidate, model) - candidate.backlog_ms),
         eviction=evicted * model.eviction_weight * model.target_token_ms,
     )
 

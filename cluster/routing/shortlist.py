@@ -33,7 +33,7 @@ def shortlist(
         return workers
     draw = rng.random
     ranked = [
-        (worker.standing_ms + (1000.0 * (worker.busy_until - now) if worker.busy_until > now else 0.0), draw(), place)
+        (worker.decode_ms + max(worker.queue_ms, 1000.0 * (worker.busy_until - now)), draw(), place)
         for place, worker in enumerate(workers)
     ]
     if depths:

@@ -18,8 +18,7 @@ _ENDLESS = float("inf")
 
 class WorkerState:
     """`busy_until` is when its prefill will have ended, on the router's clock; `in_flight` counts its requests, those
-    reserved included; `standing_ms` is the part of a new request's cost that is the
-    same for all."""
+    reserved included; `decode_ms` and `queue_ms` are what a request of no size would pay under these heads."""
 
     def __init__(self, info: WorkerInfo, order: ReportOrder, costs: CostModel, reservation_s: float) -> None:
         self.info = info
@@ -30,7 +29,7 @@ class WorkerState:
         self.reservations = Reservations(reservation_s)
         self.busy_until = 0.0
         self.in_flight = 0
-        self.standing_ms = 0.0
+        self.decode_ms = self.queue_ms = 0.0
         self._costs = costs
         self._free = self._room = _ENDLESS
         self._request_tokens = 0.0
@@ -78,4 +77,4 @@ class WorkerState:
     def _sum_up(self, now: float) -> None:
         self.in_flight = self.load.running + self.load.waiting + len(self.reservations)
         candidate = self.candidate(NOTHING, now)
-        self.standing_ms = decode_ms(candidate, self._costs) + queue_ms(0, candidate, self._costs)
+        self.decode_ms, self.queue_ms = decode_ms(candidate, self._costs), queue_ms(0, candidate, self._costs)

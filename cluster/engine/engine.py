@@ -19,10 +19,13 @@ from dataclasses import replace
 from cluster.core.batch_plan import StepPlan
 from cluster.core.ledger import FrontierChanges
 from cluster.core.request import FinishReason, Request
+from cluster.core.sampling import SamplingParams
 from cluster.engine.assembly import assemble
 from cluster.engine.audit import PoolAudit, PublishedSequence
 from cluster.engine.config import EngineConfig
 from cluster.engine.events import EngineRequest, RequestEvent
+from cluster.engine.grammar import Compiled
+from cluster.engine.grammar_matcher import GrammarMatcher
 from cluster.engine.output import RequestOutput
 from cluster.engine.stats import EngineCounters, EngineStats
 from cluster.engine.step import RowOutcome
@@ -47,12 +50,13 @@ class Engine:
 
     # ------------------------------------------------------------ requests
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises InvalidRequest, PromptTooLarge or CapacityExceeded; then nothing is kept of it."""
+    def add(self, request: EngineRequest, compiled: Compiled | None = None) -> None:
+        """Queue a request. Raises InvalidRequest, PromptTooLarge or CapacityExceeded; then nothing is kept of it.
+
+        `compiled` is the request's grammar as `parts.grammars.prepare` made it; without it, this waits for that.
+        """
         self._validate(request)
-        grammar = request.sampling.grammar
-        stop_ids = frozenset(request.sampling.stop_token_ids)
-        matcher = None if grammar is None else self.parts.grammars.matcher(grammar, stop_ids)
+        matcher = self._matcher(request.sampling, compiled)
         # What can't be generated needn't fit into the pools either.
         room = self.parts.max_len - len(request.prompt)
         sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
@@ -74,6 +78,12 @@ class Engine:
             frozenset(self.parts.target.eos_ids),
             matcher,
         )
+
+    def _matcher(self, sampling: SamplingParams, compiled: Compiled | None) -> GrammarMatcher | None:
+        if sampling.grammar is None:
+            return None
+        grammars = self.parts.grammars
+        return grammars.matcher(compiled or grammars.prepare(sampling.grammar).result(), {*sampling.stop_token_ids})
 
     def _validate(self, request: EngineRequest) -> None:
         if request.request_id in self._outputs or any(request.request_id == told.request_id for told in self._ended):

@@ -2,11 +2,10 @@
 
 Compiling happens in a thread of its own, so that the engine's steps go on, and only after a trial in a process of its
 own (`grammar_trial`). Invariant: a grammar is compiled once while it stays among the last ones used, and one that was
-refused is refused again without another trial. `prepare` from any thread; `matcher` is what the engine calls, on its own
-thread. One per engine.
+refused is refused again without another trial. Called by the engine and its loop. One per engine.
 
-Masks come from llguidance, which refuses a schema that it can't enforce, bounds the work of each mask and needs no other
-package. xgrammar 0.2.9 was the alternative: it ignores such keywords, and its wheel brings Triton along.
+Masks come from llguidance, which refuses a schema that it can't enforce, bounds the work of each mask and needs no
+other package. xgrammar 0.2.9 was the alternative: it ignores such keywords, and its wheel brings Triton along.
 """
 
 from __future__ import annotations
@@ -15,20 +14,25 @@ import threading
 from collections import OrderedDict
 from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 
 from cluster.core.sampling import Grammar, GrammarKind
 from cluster.engine.grammar_matcher import GrammarMatcher
-from cluster.engine.grammar_trial import GrammarTrial, compiled
+from cluster.engine.grammar_trial import GrammarTrial, compiled_state
 from cluster.engine.tokenizer import Tokenizer
-from cluster.errors import InvalidRequest
+from cluster.errors import CapacityExceeded, InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 CACHED_GRAMMARS = 64
+MAX_WAITING = 32
+
+Compiled = LLMatcher | InvalidRequest
+"""The state at the start of a grammar, which is shared and not to be advanced; or why there is none."""
 
 # One line, so that a model can't fill its answer with blanks between two elements.
 _JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -42,32 +46,30 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._lock = threading.Lock()
-        self._cache: OrderedDict[Grammar, LLMatcher | InvalidRequest] = OrderedDict()
+        self._cache: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._made: tuple[LLTokenizer, GrammarTrial] | None = None
 
-    def prepare(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Compile `grammar`, so that `matcher` has it at hand. The result is shared, and not to be advanced.
+    def prepare(self, grammar: Grammar) -> Future[Compiled]:
+        """Compile `grammar`, unless that is done or under way; from any thread.
 
-        The future raises InvalidRequest where the grammar is wrong, says nothing, or takes too much to compile.
+        Raises CapacityExceeded when too many others wait for that, and Unavailable after `close`.
         """
-        found = self._cached(grammar)
-        if found is None:
-            return self._thread.submit(self._compile, grammar)
-        done: Future[LLMatcher] = Future()
-        if isinstance(found, InvalidRequest):
-            done.set_exception(found)
-        else:
-            done.set_result(found)
-        return done
+        with self._lock:
+            if grammar not in self._cache:
+                self._make_room()
+                try:
+                    self._cache[grammar] = self._thread.submit(self._compile, grammar)
+                except RuntimeError:  # the thread has ended
+                    raise Unavailable("The worker is shutting down: send the request again.") from None
+            self._cache.move_to_end(grammar)
+            return self._cache[grammar]
 
-    def matcher(self, grammar: Grammar, stop_ids: Set[int] = frozenset()) -> GrammarMatcher:
-        """A matcher for one request, which the model's end tokens and `stop_ids` end. Waits for `prepare`.
-
-        Raises InvalidRequest as that does.
-        """
-        state = self.prepare(grammar).result()
-        return GrammarMatcher(state.deep_copy(), self._vocab_size, self._eos_ids[0], {*self._eos_ids, *stop_ids})
+    def matcher(self, compiled: Compiled, stop_ids: Set[int] = frozenset()) -> GrammarMatcher:
+        """A matcher for one request, which the model's end tokens and `stop_ids` end. Raises a refusal."""
+        if isinstance(compiled, InvalidRequest):
+            raise copy(compiled)  # what is raised collects a traceback, and this one is kept
+        return GrammarMatcher(compiled.deep_copy(), self._vocab_size, self._eos_ids[0], {*self._eos_ids, *stop_ids})
 
     def close(self) -> None:
         """End the thread and the trial's process."""
@@ -77,35 +79,31 @@ class GrammarCompiler:
 
     # ------------------------------------------------------------ inside
 
-    def _cached(self, grammar: Grammar) -> LLMatcher | InvalidRequest | None:
-        with self._lock:
-            if grammar in self._cache:
-                self._cache.move_to_end(grammar)
-            return self._cache.get(grammar)
+    def _make_room(self) -> None:
+        finished = [grammar for grammar, future in self._cache.items() if future.done()]
+        if len(self._cache) - len(finished) >= MAX_WAITING:
+            raise CapacityExceeded(f"The worker has {MAX_WAITING} forms to compile: try again in a second.")
+        if len(self._cache) >= CACHED_GRAMMARS:
+            del self._cache[finished[0]]
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        result = self._cached(grammar) or self._attempt(grammar)
-        with self._lock:
-            self._cache[grammar] = result
-            if len(self._cache) > CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-        if isinstance(result, InvalidRequest):
-            raise result
-        return result
-
-    def _attempt(self, grammar: Grammar) -> LLMatcher | InvalidRequest:
-        if self._tokenizer is None or not self._eos_ids:
-            lacking = "a tokenizer" if self._tokenizer is None else "an end token"
-            return InvalidRequest(
-                "structured_output", "set", f"unset for a model without {lacking}", "ask for plain text"
-            )
+    def _compile(self, grammar: Grammar) -> Compiled:
         try:
-            tokenizer, trial = self._made = self._made or self._make(self._tokenizer)
-            source = _source(grammar)
-            error = trial.error_of(source)
-            return compiled(tokenizer, source) if error is None else _refusal(grammar, error)
+            return self._attempt(grammar)
         except ValueError as error:
             return _refusal(grammar, str(error))
+        except Exception:  # a defect, such as a process that doesn't start, is no property of the grammar
+            with self._lock:
+                self._cache.pop(grammar, None)
+            raise
+
+    def _attempt(self, grammar: Grammar) -> Compiled:
+        if self._tokenizer is None or not self._eos_ids:
+            lack = "a tokenizer" if self._tokenizer is None else "an end token"
+            return InvalidRequest("structured_output", "set", f"unset for a model without {lack}", "ask for plain text")
+        tokenizer, trial = self._made = self._made or self._make(self._tokenizer)
+        source = _source(grammar)
+        error = trial.error_of(source)
+        return compiled_state(tokenizer, source) if error is None else _refusal(grammar, error)
 
     def _make(self, tokenizer: Tokenizer) -> tuple[LLTokenizer, GrammarTrial]:
         text = tokenizer.backend.to_str()

@@ -37,8 +37,12 @@ class GrammarTrial:
         self._process: subprocess.Popen[str] | None = None
 
     def error_of(self, grammar: str) -> str | None:
-        """What is wrong with a grammar in llguidance's JSON form; None if nothing is."""
-        process = self._process or self._start()
+        """What is wrong with a grammar in llguidance's JSON form; None if nothing is.
+
+        Raises RuntimeError if the process doesn't start.
+        """
+        alive = self._process is not None and self._process.poll() is None
+        process = self._process if self._process is not None and alive else self._start()
         answer = _ask(process, json.dumps(grammar))
         if not answer:
             self.close()
@@ -61,7 +65,8 @@ class GrammarTrial:
             text=True,
             start_new_session=True,  # so that Ctrl-C on the terminal is for the worker alone
         )
-        _ask(self._process, self._greeting)
+        if not _ask(self._process, self._greeting):
+            raise RuntimeError("the process in which grammars are tried doesn't start")
         return self._process
 
 
@@ -77,7 +82,7 @@ def _ask(process: subprocess.Popen[str], line: str) -> str:
     return process.stdout.readline()
 
 
-def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+def compiled_state(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """The state at the start of `grammar`, with its first mask computed. Raises ValueError if it is wrong or empty."""
     state = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not state.is_error():
@@ -98,7 +103,7 @@ def _serve() -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process, whatever it is doing
         try:
-            compiled(tokenizer, json.loads(line))
+            compiled_state(tokenizer, json.loads(line))
             _answer("")
         except ValueError as error:
             _answer(str(error) or "it can't be compiled")

@@ -84,12 +84,14 @@ class EngineLoop:
 
     async def submit(self, request: EngineRequest) -> RequestStream:
         """Hand a request to the engine. Raises what `Engine.add` raises, or Unavailable after `shutdown`."""
-        if request.sampling.grammar is not None:  # compiled before the engine's thread asks for it, which would wait
-            await asyncio.wrap_future(self._engine.parts.grammars.prepare(request.sampling.grammar))
+        compiled = None
+        if request.sampling.grammar is not None:  # the engine's thread would wait for it; others may want the same one
+            compiling = self._engine.parts.grammars.prepare(request.sampling.grammar)
+            compiled = await asyncio.shield(asyncio.wrap_future(compiling))
         stream = RequestStream(request.request_id)
 
         def add(engine: Engine) -> None:
-            engine.add(request)
+            engine.add(request, compiled)
             self._streams[request.request_id] = stream
 
         try:

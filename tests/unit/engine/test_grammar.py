@@ -2,17 +2,22 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import pytest
 
 from cluster.core.sampling import Grammar, GrammarKind
-from cluster.engine.grammar import CACHED_GRAMMARS, GrammarCompiler
+from cluster.engine.grammar import CACHED_GRAMMARS, MAX_WAITING, GrammarCompiler
+from cluster.engine.grammar_matcher import GrammarMatcher
 from cluster.engine.tokenizer import Tokenizer
-from cluster.errors import InvalidRequest
+from cluster.errors import CapacityExceeded, InvalidRequest, Unavailable
 from tests.fixtures.prompts import TINY_TARGET
 
 END = 1
+
+
+def matcher_of(compiler: GrammarCompiler, grammar: Grammar, stop_ids: Set[int] = frozenset()) -> GrammarMatcher:
+    return compiler.matcher(compiler.prepare(grammar).result(), stop_ids)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ def regex(text: str) -> Grammar:
 
 def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     """Whether the whole of `text` may be the output."""
-    matcher = compiler.matcher(grammar)
+    matcher = matcher_of(compiler, grammar)
     for token in tokenizer.backend.encode(text, add_special_tokens=False).ids:
         if not matcher.allowed()[token]:
             return False
@@ -64,7 +69,7 @@ def test_what_cannot_be_enforced_is_refused_in_one_sentence(
     compiler: GrammarCompiler, grammar: Grammar, field: str, words: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        compiler.matcher(grammar)
+        matcher_of(compiler, grammar)
     assert caught.value.field == f"structured_output.{field}"
     assert words in caught.value.message
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
@@ -84,11 +89,11 @@ def test_a_grammar_that_would_take_the_worker_down_is_refused_and_the_next_one_i
     compiler: GrammarCompiler, kind: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="takes too much time or memory"):
-        compiler.matcher(HARMFUL[kind])
-    assert compiler.matcher(regex("[ab]+")).allowed().any()
+        matcher_of(compiler, HARMFUL[kind])
+    assert matcher_of(compiler, regex("[ab]+")).allowed().any()
     began = time.process_time()
     with pytest.raises(InvalidRequest, match="takes too much time or memory"):
-        compiler.matcher(HARMFUL[kind])
+        matcher_of(compiler, HARMFUL[kind])
     assert compiler.prepare(HARMFUL[kind]).done(), "it is known now, and not tried again"
     assert time.process_time() - began < 0.1
 
@@ -103,8 +108,27 @@ def test_a_grammar_is_compiled_once_while_it_is_in_use(compiler: GrammarCompiler
     assert compiler.prepare(regex("b0")).result() is not oldest, "the one that was used longest ago made room"
 
 
+def test_those_who_ask_for_one_grammar_wait_for_one_compilation_and_a_queue_has_an_end(
+    compiler: GrammarCompiler,
+) -> None:
+    """The first one also starts the process of trials, which takes longer than asking for the others."""
+    futures = [compiler.prepare(regex(f"c{i}")) for i in range(MAX_WAITING)]
+    assert compiler.prepare(regex("c0")) is futures[0]
+    with pytest.raises(CapacityExceeded, match=f"{MAX_WAITING} forms to compile"):
+        compiler.prepare(regex("one more"))
+    for future in futures:
+        assert compiler.matcher(future.result()).allowed().any()
+    assert matcher_of(compiler, regex("one more")).allowed().any()
+
+
+def test_after_the_end_nothing_is_compiled(compiler: GrammarCompiler) -> None:
+    compiler.close()
+    with pytest.raises(Unavailable):
+        compiler.prepare(regex("a"))
+
+
 def test_requests_with_one_grammar_have_states_of_their_own(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    a, b = compiler.matcher(regex("ab")), compiler.matcher(regex("ab"))
+    a, b = matcher_of(compiler, regex("ab")), matcher_of(compiler, regex("ab"))
     before = b.allowed().copy()
     a.accept(tokenizer.backend.encode("a", add_special_tokens=False).ids[-1])
     assert (a.allowed() != before).any()
@@ -135,5 +159,5 @@ def test_a_model_without_tokenizer_or_end_token_is_named(tokenizer: Tokenizer) -
     for given, ends, words in [(None, (END,), "without a tokenizer"), (tokenizer, (), "without an end token")]:
         compiler = GrammarCompiler(given, 2048, ends)
         with pytest.raises(InvalidRequest, match=words):
-            compiler.matcher(regex("a"))
+            matcher_of(compiler, regex("a"))
         compiler.close()

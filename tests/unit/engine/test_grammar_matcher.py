@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from cluster.core.drafts import Drafts
 from cluster.core.sampling import Grammar, GrammarKind
 from cluster.engine.grammar import GrammarCompiler
+from cluster.engine.grammar_matcher import GrammarMatcher
 from cluster.engine.tokenizer import Tokenizer
 from tests.fixtures.prompts import TINY_TARGET
 
@@ -28,6 +29,10 @@ GRAMMARS = {
     "regex": Grammar(GrammarKind.REGEX, "([0-9]{1,3},? ?)+x?"),
     "ebnf": Grammar(GrammarKind.EBNF, 'start: item ("," item)*\nitem: /[a-z]{1,5}/ | "(" start ")"'),
 }
+
+
+def matcher_of(compiler: GrammarCompiler, grammar: Grammar, stop_ids: Set[int] = frozenset()) -> GrammarMatcher:
+    return compiler.matcher(compiler.prepare(grammar).result(), stop_ids)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def test_drafts_that_were_tried_leave_no_trace(compiler: GrammarCompiler, name: 
     for seed in range(6):
         rnd = random.Random(seed)
         output: list[int] = []
-        matcher = compiler.matcher(GRAMMARS[name])
+        matcher = matcher_of(compiler, GRAMMARS[name])
         for _ in range(25):
             drafts: list[int] = []
             for _ in range(rnd.randint(0, 3)):
@@ -59,7 +64,7 @@ def test_drafts_that_were_tried_leave_no_trace(compiler: GrammarCompiler, name: 
                 drafts.append(
                     int(rnd.choice(following)) if len(following) and rnd.random() < 0.9 else rnd.randrange(2048)
                 )
-            fresh = compiler.matcher(GRAMMARS[name])
+            fresh = matcher_of(compiler, GRAMMARS[name])
             for token in output:
                 fresh.accept(token)
             assert (matcher.allowed() == fresh.allowed()).all(), output
@@ -75,7 +80,7 @@ def test_drafts_that_were_tried_leave_no_trace(compiler: GrammarCompiler, name: 
 
 
 def test_of_a_tree_the_branches_that_fit_are_kept(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    matcher = compiler.matcher(Grammar(GrammarKind.REGEX, "(1x|2y)z"))
+    matcher = matcher_of(compiler, Grammar(GrammarKind.REGEX, "(1x|2y)z"))
     one, two, x, y, z = (ids(tokenizer, letter)[-1] for letter in "12xyz")
     tree = Drafts((one, two, y, y, x, z, z), (None, None, 0, 1, 0, 2, 3))
     assert matcher.fitting(tree) == Drafts((one, two, y, x, z), (None, None, 1, 0, 2))
@@ -87,7 +92,7 @@ def test_of_a_tree_the_branches_that_fit_are_kept(compiler: GrammarCompiler, tok
 
 def test_nothing_is_drafted_beyond_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     (a,) = ids(tokenizer, "a")[-1:]
-    matcher = compiler.matcher(Grammar(GrammarKind.REGEX, "a{1,3}"))
+    matcher = matcher_of(compiler, Grammar(GrammarKind.REGEX, "a{1,3}"))
     assert matcher.fitting(Drafts.chain([a, END, a])) == Drafts.chain([a])
     assert not matcher.allowed([a, END]).any()
     matcher.accept(a)
@@ -100,7 +105,7 @@ def test_end_and_stop_tokens_are_allowed_where_the_output_is_complete(
 ) -> None:
     """Even a stop token whose text the form has in its middle."""
     a, stop = (ids(tokenizer, letter)[-1] for letter in "ab")
-    matcher = compiler.matcher(Grammar(GrammarKind.REGEX, "a[ab]a?"), {stop, 5000})
+    matcher = matcher_of(compiler, Grammar(GrammarKind.REGEX, "a[ab]a?"), {stop, 5000})
     matcher.accept(a)
     assert not matcher.allowed()[[END, stop]].any()
     matcher.accept(a)
@@ -109,7 +114,7 @@ def test_end_and_stop_tokens_are_allowed_where_the_output_is_complete(
 
 def test_padding_of_the_vocabulary_is_never_allowed(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, 300, (END,))
-    matcher = compiler.matcher(Grammar(GrammarKind.REGEX, ".*"))
+    matcher = matcher_of(compiler, Grammar(GrammarKind.REGEX, ".*"))
     assert matcher.allowed().shape == (300,)
     assert matcher.allowed().sum() > 50
     compiler.close()

@@ -42,6 +42,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         drafts=st.integers(0, 4),
         positions=st.sampled_from((None, 12)),
         adaptive=st.booleans(),
+        trees=st.booleans(),
         gaps=st.sampled_from((None, FixedGaps(skip=True), "predicted")),
         seed=st.integers(0, 2**32),
     )
@@ -56,6 +57,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         drafts: int,
         positions: int | None,
         adaptive: bool,
+        trees: bool,
         gaps: FixedGaps | str | None,
         seed: int,
     ) -> None:
@@ -66,10 +68,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.worker = OracleWorker(
             OracleTensors(self.cache),
             limits,
-            DraftShape(coupling, span, drafts, positions),
+            DraftShape(coupling, span, drafts, positions, scratch=3 * drafts if trees else None),
             random.Random(seed),
             lengths=AdaptiveDraftLength(FixedCosts(0.3, 0.1), retry=2) if adaptive else None,
             gaps=PredictedGaps(FixedCosts()) if isinstance(gaps, str) else gaps,
+            trees=trees,
         )
         self.admission = self.worker.admission
         self.requests: list[Request] = []

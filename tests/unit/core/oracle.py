@@ -58,6 +58,18 @@ class OracleTensors:
         hole, cell = handle.holdings[pool].hole, tuple(tokens[: position + self.cache.pools[pool].spec.span + 1])
         return cell if hole is None or position < hole.start else (*cell, INCOMPLETE)
 
+    def put(self, handle: CacheHandle, pool: str, slot: int, cell: Cell) -> None:
+        """Computes one slot from these very tokens, whatever its number. It must be the request's own."""
+        assert slot >= handle.held(pool), f"slot {slot} lies in a shared block"
+        size = self.cache.pools[pool].spec.block_size
+        self.cells[pool, handle.block_table(pool)[slot // size], slot % size] = cell
+
+    def move(self, handle: CacheHandle, pool: str, source: int, slot: int) -> None:
+        """Copies the KV of one of the request's own slots to another."""
+        cell = self.read(handle, pool, source)
+        assert cell is not None
+        self.put(handle, pool, slot, cell)
+
     def check_handle(self, handle: CacheHandle) -> None:
         """Every position that the request counts as computed, or shares, holds the KV of its own tokens."""
         tokens = handle.tokens.tokens()

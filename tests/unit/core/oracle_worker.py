@@ -13,10 +13,11 @@ from cluster.core.admission import Admission
 from cluster.core.batch_plan import AdmissionLimits, DraftShape, RowPlan, StepPlan
 from cluster.core.draft_gap import GapPolicy
 from cluster.core.draft_length import DraftLength
-from cluster.core.drafts import Drafts
+from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.handle import Coupling
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.sampling import SamplingParams
+from cluster.speculation.verify import verify
 from tests.unit.core.oracle import OracleTensors
 
 VOCABULARY = 3
@@ -40,7 +41,7 @@ def make_request(name: str, prompt: Sequence[int], max_tokens: int, **options: o
 
 
 class OracleWorker:
-    """`guess` is the probability that a drafted token is right."""
+    """`guess` is the probability that a drafted token is right. `trees`: whether drafts are trees of random shape."""
 
     def __init__(
         self,
@@ -51,8 +52,10 @@ class OracleWorker:
         guess: float = 0.6,
         lengths: DraftLength | None = None,
         gaps: GapPolicy | None = None,
+        trees: bool = False,
     ) -> None:
         self.oracle = oracle
+        self.trees = trees
         self.admission = Admission(oracle.cache, limits, shape, lengths, gaps)
         self.rng = rng
         self.guess = guess
@@ -92,14 +95,17 @@ class OracleWorker:
         known = [*request.prompt, *request.output]
         assert row.start <= handle.cursor("target") or row.start == 0
         assert list(row.tokens) == known[row.start : row.start + row.num_known] + list(row.tokens[row.num_known :])
-        context = known[: row.start] + list(row.tokens)
-        self.oracle.write(handle, "target", row.start, row.target_end, context)
+        self.oracle.write(handle, "target", row.start, row.start + row.num_known, known)
+        for slot, path in enumerate(_paths(row.drafts), row.known):
+            self.oracle.put(handle, "target", slot, (*known, *path))
 
     def _verify_and_draft(self, row: RowPlan) -> None:
         request, handle = row.request, row.request.handle
         assert handle is not None
         known = [*request.prompt, *request.output]
-        new = self._verify(known, row.tokens[row.num_known :]) if row.needs_logits else []
+        new, path = self._verify(known, row.drafts) if row.needs_logits else ([], ())
+        for slot, node in enumerate(path, row.known):  # a node never comes before its place on the path
+            self.oracle.move(handle, "target", row.known + node, slot)
         tokens = known + new
         wanted = row.drafts_after(len(new))
         computed = 0
@@ -111,7 +117,8 @@ class OracleWorker:
             assert not wanted or end == shape.real_slots(len(tokens))
             if shape.coupling is Coupling.JOINT:
                 kept = row.start if row.claim is not None else self.kept_states[request.request_id]
-                assert kept <= row.draft_start and end <= row.target_end, "hidden states that weren't computed"
+                computed_to = row.start + row.num_known + len(path)
+                assert kept <= row.draft_start and end <= computed_to, "hidden states that weren't computed"
                 self.kept_states[request.request_id] = end
             self.oracle.write(handle, "draft", row.draft_start, end, tokens)
             self.oracle.write(handle, "draft", end, end + shape.scratch_for(wanted), ())
@@ -119,17 +126,23 @@ class OracleWorker:
         if len(request.output) >= request.sampling.max_tokens:
             self.admission.finish(request, FinishReason.LENGTH)
 
-    def _verify(self, known: list[int], drafts: Sequence[int]) -> list[int]:
-        new: list[int] = []
-        for draft in drafts:
-            new.append(continuation(known + new))
-            if new[-1] != draft:
-                return new
-        return [*new, continuation(known + new)]
+    @staticmethod
+    def _verify(known: list[int], drafts: Drafts) -> tuple[list[int], tuple[int, ...]]:
+        verdict = verify(drafts, [continuation([*known, *path]) for path in ((), *_paths(drafts))])
+        return list(verdict.tokens), verdict.path
 
-    def _draft(self, tokens: list[int], count: int) -> Drafts:
-        drafts: list[int] = []
-        for _ in range(count):
+    def _draft(self, tokens: list[int], depth: int) -> Drafts:
+        """A chain, or a tree with up to twice as many nodes, so deep at most."""
+        drafts = NO_DRAFTS
+        for node in range(2 * depth if self.trees else depth):
+            parent = self.rng.choice([None, *range(node)]) if self.trees else (node - 1 if node else None)
+            path = [drafts.tokens[each] for each in drafts.path(parent)]
             right = self.rng.random() < self.guess
-            drafts.append(continuation(tokens + drafts) if right else self.rng.randrange(VOCABULARY))
-        return Drafts.chain(drafts)
+            token = continuation(tokens + path) if right else self.rng.randrange(VOCABULARY)
+            drafts = Drafts((*drafts.tokens, token), (*drafts.parents, parent))
+        return drafts.within(depth)
+
+
+def _paths(drafts: Drafts) -> list[tuple[int, ...]]:
+    """The tokens from the last known one to each node."""
+    return [tuple(drafts.tokens[each] for each in drafts.path(node)) for node in range(len(drafts))]

@@ -76,6 +76,7 @@ class GrammarMatcher:
 
 
 def _after(state: LLMatcher, token: int) -> LLMatcher | None:
-    # A copy, since `rollback` doesn't always restore the state: llguidance 1.9 sometimes allows other tokens after it.
+    # Copies make the siblings of a tree independent, and leave nothing to restore: `rollback` of llguidance 1.9 does
+    # that imperfectly once the end token was taken.
     following = state.deep_copy()
     return following if following.consume_token(token) else None

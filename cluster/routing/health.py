@@ -30,8 +30,11 @@ class Leases:
             raise ValueError(f"lease_s is {lease_s}, but must be positive")
         self.lease_s = lease_s
         self._leases: dict[str, _Lease] = {}
+        self.version = 0
+        """Changes whenever a worker may have come to life, or ceased to be, other than by time."""
 
     def grant(self, worker_id: str, epoch: int, now: float) -> None:
+        self.version += 1
         self._leases[worker_id] = _Lease(epoch, now)
 
     def renew(self, worker_id: str, epoch: int, now: float) -> bool:
@@ -39,6 +42,8 @@ class Leases:
         lease = self._leases.get(worker_id)
         if lease is None or lease.epoch != epoch:
             return False
+        if lease.doubts or now - lease.renewed_at > self.lease_s:
+            self.version += 1
         lease.renewed_at = now
         lease.doubts = max(0, lease.doubts - 1)
         return True
@@ -48,10 +53,12 @@ class Leases:
         lease = self._leases.get(worker_id)
         if lease is None or lease.epoch != epoch:
             return False
+        self.version += 1
         lease.doubts = 2
         return True
 
     def revoke(self, worker_id: str) -> None:
+        self.version += 1
         self._leases.pop(worker_id, None)
 
     def state(self, worker_id: str, now: float) -> HealthState:
@@ -66,6 +73,11 @@ class Leases:
         return {
             worker_id for worker_id, lease in self._leases.items() if lease.renewed_at >= oldest and not lease.doubts
         }
+
+    def first_end(self, now: float) -> float:
+        """When the first of the leases that are valid now ends unless it is renewed; infinite if there is none."""
+        renewed = (lease.renewed_at for lease in self._leases.values() if now - lease.renewed_at <= self.lease_s)
+        return min(renewed, default=float("inf")) + self.lease_s
 
     def age(self, worker_id: str, now: float) -> float:
         """Seconds since the last heartbeat; infinite if there is no lease."""

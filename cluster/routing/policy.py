@@ -82,23 +82,29 @@ class Cost(NamedTuple):
 
 
 def expected_frontier(query: DispatchQuery, info: WorkerInfo, depth: Depth) -> Frontier:
-    """Tokens of the prompt reusable on the worker. The last one is always recomputed: its logits are needed."""
-    block_size, most = info.model.block_size, query.n_tokens - 1
-    target = min(depth.target * block_size, most)
-    if info.coupling is Coupling.NONE or not query.speculate:
-        return Frontier(target=target, draft=None, joint=target)
-    draft = min(depth.draft * block_size, most)
-    return Frontier(target=target, draft=draft, joint=min(target, draft))
+    """Tokens of the prompt reusable on the worker."""
+    target, draft = _reusable(query, info, depth)
+    return Frontier(target=target, draft=draft, joint=target if draft is None else min(target, draft))
 
 
 def lacking_tokens(query: DispatchQuery, info: WorkerInfo, depth: Depth) -> tuple[int, int]:
     """Prompt tokens that the target and the draft have to compute."""
-    frontier = expected_frontier(query, info, depth)
-    if frontier.draft is None:
-        return query.n_tokens - frontier.target, 0
+    target, draft = _reusable(query, info, depth)
+    if draft is None:
+        return query.n_tokens - target, 0
     if info.coupling is Coupling.JOINT:
-        return query.n_tokens - frontier.joint, query.n_tokens - frontier.joint
-    return query.n_tokens - frontier.target, query.n_tokens - frontier.draft
+        target = draft = min(target, draft)
+    return query.n_tokens - target, query.n_tokens - draft
+
+
+def _reusable(query: DispatchQuery, info: WorkerInfo, depth: Depth) -> tuple[int, int | None]:
+    """Tokens that the target and the draft (None: it takes no part) hold. The last one is always recomputed: its logits
+    are needed."""
+    block_size, most = query.block_size, query.n_tokens - 1
+    target = min(depth.target * block_size, most)
+    if info.coupling is Coupling.NONE or not query.speculate:
+        return target, None
+    return target, min(depth.draft * block_size, most)
 
 
 def prefill_ms(query: DispatchQuery, info: WorkerInfo, depth: Depth, model: CostModel) -> float:

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cluster.routing.prefix_map import Depth
+from cluster.routing.prefix_map import NOTHING, Depth
 
-_MOST_COMPARED = 32
+_MOST_COMPARED = 24
 """Promises that a lookup compares a prompt with; where more begin alike, the youngest."""
 
 
@@ -62,8 +62,10 @@ class Promises:
             if promise.until <= now:
                 ended.append(promise)
                 continue
+            known = found.get(promise.worker_id, NOTHING)
+            if known.target >= high and (known.draft >= high or not promise.draft):
+                continue
             depth = _shared(promise.keys, keys, low, high)
-            known = found.get(promise.worker_id, Depth(0, 0))
             found[promise.worker_id] = Depth(max(known.target, depth), max(known.draft, depth if promise.draft else 0))
         for promise in ended:
             self._end(promise)

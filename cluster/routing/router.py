@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.core.frontier import FrontierReport
 from cluster.errors import ConfigError, StaleEpoch
-from cluster.routing.eligibility import alive, with_room
+from cluster.routing.eligibility import Eligibility
 from cluster.routing.health import Leases
 from cluster.routing.policy import Candidate, CostModel, choose, expected_frontier, lacking_tokens, prefill_ms
 from cluster.routing.prefix_map import NOTHING, Depth, PrefixMap
@@ -60,6 +60,7 @@ class Router:
         self._costs = costs
         self._rng = rng
         self._leases = Leases(limits.lease_s)
+        self._eligibility = Eligibility(self._leases)
         self._promises = Promises()
         self._workers: dict[str, WorkerState] = {}
         self._reserved: deque[tuple[float, WorkerState]] = deque()
@@ -144,11 +145,11 @@ class Router:
     def dispatch(self, query: DispatchQuery, now: float, hints: Hints | None = None) -> Placement | Refusal:
         """Chooses the cheapest worker and reserves its load, in one step."""
         self._end_reservations(now)
-        up = alive(query, self._workers.values(), self._leases, now)
+        up = self._eligibility.alive(query, self._workers.values(), now)
         if not up:
             return self._nobody(query)
         depths = self._depths(query, now, hints or {}) if query.reuse else {}
-        few = shortlist(query, with_room(up), depths, self._costs, now, self._rng)
+        few = shortlist(query, up, depths, self._costs, now, self._rng)
         candidates = [worker.candidate(depths.get(worker.worker_id, NOTHING), now) for worker in few]
         chosen = choose(query, candidates, self._costs, self._rng)
         if chosen is None:
@@ -218,7 +219,7 @@ class Router:
         reason = f"no worker serving {query.model} is alive; try again in a few seconds."
         return Refusal(reason, retry_after_s=self._limits.lease_s, saturated=False)
 
-    def _full(self, up: list[WorkerState]) -> Refusal:
+    def _full(self, up: Sequence[WorkerState]) -> Refusal:
         # The time until the worker with the shortest queue has finished one request.
         shortest = min(worker.in_flight / worker.info.max_running for worker in up)
         wait_s = max(0.1, self._costs.queued_request_ms / 1000.0 / max(shortest, 1.0))

@@ -17,7 +17,7 @@ from cluster.routing.prefix_map import Depth
 from cluster.routing.types import DispatchQuery
 from cluster.routing.worker_state import WorkerState
 
-SHORTLIST = 12
+SHORTLIST = 8
 
 
 def shortlist(
@@ -27,21 +27,23 @@ def shortlist(
     costs: CostModel,
     now: float,
     rng: random.Random,
-) -> Sequence[WorkerState]:
-    """At most `SHORTLIST` of the workers, those with the lowest rough cost; at random where equal."""
-    if len(workers) <= SHORTLIST:
-        return workers
-    draw = rng.random
-    ranked = [
-        (worker.decode_ms + max(worker.queue_ms, 1000.0 * (worker.busy_until - now)), draw(), place)
-        for place, worker in enumerate(workers)
-    ]
+) -> list[WorkerState]:
+    """At most `SHORTLIST` of the workers that have a place left, those with the lowest rough cost; equal ones in random
+    order."""
+    free = [worker for worker in workers if worker.in_flight < worker.capacity]
+    if len(free) <= SHORTLIST:
+        return free
+    turn = rng.randrange(len(free))
+    free = free[turn:] + free[:turn]
+    rough = []
+    for worker in free:
+        wait = 1000.0 * (worker.busy_until - now)
+        rough.append(worker.decode_ms + (wait if wait > worker.queue_ms else worker.queue_ms))
     if depths:
         per_block = query.block_size * costs.target_token_ms
-        for place, worker in enumerate(workers):
+        for place, worker in enumerate(free):
             depth = depths.get(worker.worker_id)
             if depth is not None:
                 clipped = query.speculate and worker.info.coupling is Coupling.JOINT
-                rough, drawn, _ = ranked[place]
-                ranked[place] = rough - per_block * (min(depth) if clipped else depth.target), drawn, place
-    return [workers[place] for _, _, place in nsmallest(SHORTLIST, ranked)]
+                rough[place] -= per_block * (min(depth) if clipped else depth.target)
+    return [free[place] for place in nsmallest(SHORTLIST, range(len(free)), key=rough.__getitem__)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.core.batch_plan import AdmissionLimits, DraftShape
+from cluster.core.drafts import Drafts
 from cluster.core.handle import Coupling
 from cluster.core.request import FinishReason, RequestStatus
 from cluster.errors import CapacityExceeded, InvalidRequest, PromptTooLarge
@@ -164,6 +165,19 @@ def test_drafts_never_reach_beyond_what_can_be_used() -> None:
                 assert row.target_end <= 12
                 assert len(request.output) + len(request.drafts) <= 7
         assert request.output == reference(range(5), 7)
+
+
+def test_trees_are_cut_by_number_to_the_budget_and_by_depth_to_what_can_be_used() -> None:
+    tree = Drafts((0, 1, 2, 0, 1, 2), (None, None, 0, 2, 3, 1))
+    for budget, answer, kept in ((32, 6, tree), (4, 6, tree.first(3)), (32, 3, tree.within(1)), (3, 4, tree.first(2))):
+        worker = make_worker(drafts=4, token_budget=budget, max_batch=1)
+        request = make_request("a", [1] * 3, answer)
+        worker.admission.submit(request)
+        ran(worker)
+        request.drafts = tree
+        (row,) = worker.admission.plan(0.0).rows
+        assert row.drafts == kept
+        assert row.tokens[row.num_known :] == kept.tokens
 
 
 def test_expired_requests_end_whether_they_wait_or_run() -> None:

@@ -5,7 +5,7 @@ is found out.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -20,6 +20,7 @@ from cluster.speculation.factory import load_drafter
 from cluster.speculation.lookahead import SpeculationMethod, has_draft_kv
 from cluster.speculation.protocol import Drafter, DraftTask, LayerKeysValues
 from cluster.speculation.recompute import recompute_model
+from cluster.speculation.tree import TreeShape
 from tests.fixtures.prompts import TINY_DRAFTS, TINY_TARGET, mixed_prompts
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
@@ -46,9 +47,11 @@ def prompts(count: int, least: int, most: int) -> tuple[tuple[int, ...], ...]:
     return tuple([ids for ids in encoded if least <= len(ids) <= most][:count])
 
 
-def new_drafter(method: SpeculationMethod, drafts: int = 3) -> Drafter:
+def new_drafter(method: SpeculationMethod, drafts: int = 3, tree: TreeShape | None = None) -> Drafter:
     """A drafter of the tiny family with a pool of noise."""
     config = EngineConfig(model=TINY_TARGET, draft=FOLDERS[method], method=method, num_speculative_tokens=drafts)
+    if tree is not None:
+        config = replace(config, tree_top_k=tree.top_k, tree_total_tokens=tree.total)
     drafter = load_drafter(config, target(), Sampler(target().vocab_size))
     assert drafter is not None
     drafter.attach(noisy_pool(drafter))

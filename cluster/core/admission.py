@@ -125,7 +125,8 @@ class Admission:
     def _open(self, request: Request) -> CacheHandle:
         draft = self.cache.pools.get(DRAFT)
         slots = self.shape.real_slots(self._longest(request))
-        fits = draft is not None and draft.spec.blocks_for(slots) <= draft.spec.num_blocks
+        step = slots if self.limits.chunk is None else max(self.limits.chunk, self.limits.token_budget)
+        fits = draft is not None and draft.spec.most_blocks(slots, step) <= draft.spec.num_blocks
         try:
             return self.cache.open(
                 request.request_id,
@@ -143,7 +144,7 @@ class Admission:
     def _check_fits(self, request: Request) -> None:
         spec = self.cache.pools[TARGET].spec
         # The last token that is generated is never computed.
-        needed = spec.blocks_for(self._longest(request) - 1)
+        needed = spec.most_blocks(self._longest(request) - 1, self.limits.token_budget)
         if needed > spec.num_blocks:
             largest = max(0, spec.num_blocks * spec.block_size - request.sampling.max_tokens + 1)
             raise PromptTooLarge(needed, spec.num_blocks, largest)

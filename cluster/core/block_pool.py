@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.eviction import EvictionPolicy
-from cluster.core.prefix_tree import PrefixTree, TreeListener
+from cluster.core.frontier import TreeListener
+from cluster.core.prefix_tree import PrefixTree
 from cluster.core.runs import Run
 
 
@@ -21,7 +22,9 @@ from cluster.core.runs import Run
 class PoolSpec:
     """A pool as configured: `block_size` in positions, `num_blocks`, and the lookahead `span` of its KV in tokens.
 
-    `model` is the fingerprint of the weights that write the KV, `kv_dtype` how it is stored: both keep caches apart.
+    `window`: how many positions a token sees, itself included, if every layer of the pool has a sliding window; then
+    what lies further back needn't be kept. `model` is the fingerprint of the weights that write the KV, `kv_dtype` how
+    it is stored: both keep caches apart.
     """
 
     name: str
@@ -30,17 +33,28 @@ class PoolSpec:
     span: int = 0
     model: str = ""
     kv_dtype: str = "float32"
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (("block_size", 1), ("num_blocks", 1), ("span", 0)):
-            if getattr(self, field) < least:
-                raise ValueError(
-                    f"{field} of pool {self.name!r} is {getattr(self, field)}, but must be at least {least}"
-                )
+        for field, least in (("block_size", 1), ("num_blocks", 1), ("span", 0), ("window", 1)):
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise ValueError(f"{field} of pool {self.name!r} is {value}, but must be at least {least}")
 
     def blocks_for(self, positions: int) -> int:
         """Blocks that hold this many positions."""
         return -(-positions // self.block_size)
+
+    def most_blocks(self, positions: int, step: int) -> int:
+        """Blocks that a request of so many positions holds at once, if it computes at most `step` in a step.
+
+        Blocks behind a window are let go a window's worth at a time."""
+        kept = positions if self.window is None else 2 * self.window + self.block_size + step
+        return self.blocks_for(min(positions, kept))
+
+    def first_seen(self, position: int) -> int:
+        """Index of the first block that a token at this position, or one after it, sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
 
 
 @dataclass(frozen=True, slots=True)

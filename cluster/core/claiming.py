@@ -8,7 +8,6 @@ at 0. Called by `PairedCache`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cluster.core.frontier import Frontier
 from cluster.core.handle import DRAFT, TARGET, CacheHandle, Claim, Coupling
@@ -18,21 +17,16 @@ RECLAIMS = 2
 """How often a claim is tried again at a smaller depth, before it settles for nothing."""
 
 
-def frontier_of(handle: CacheHandle, depths: Sequence[int]) -> Frontier:
-    """What can be reused, if the handle's pools hold so many units."""
-    found = dict(zip(handle.holdings, depths, strict=True))
+def frontier_of(handle: CacheHandle) -> Frontier:
+    """What can be reused now."""
     most = _most(handle)
-    return Frontier(
-        target=min(found[TARGET], most),
-        draft=min(found[DRAFT], most) if DRAFT in found else None,
-        joint=min(most, *depths),
-    )
+    return _frontier(handle, [holding.depth(most) for holding in handle.holdings.values()], _joint(handle, most))
 
 
 def claim_pools(handle: CacheHandle, coupling: Coupling, skip_gap: bool) -> Claim:
     """Takes what is published and sets the cursors of all holdings, which are empty."""
     holdings = list(handle.holdings.values())
-    wanted = _depths(handle, coupling, [holding.depth() for holding in holdings], skip_gap)
+    wanted = _depths(handle, coupling, [_most(handle)] * len(holdings), skip_gap)
     copies: tuple[BlockCopy, ...] = ()
     for _ in range(1 + RECLAIMS):
         copies = _take(holdings, wanted)
@@ -43,12 +37,15 @@ def claim_pools(handle: CacheHandle, coupling: Coupling, skip_gap: bool) -> Clai
         for holding in holdings:
             holding.release()
         wanted = _depths(handle, coupling, got, skip_gap)
-    frontier = frontier_of(handle, [holding.found for holding in holdings])
-    draft, target = handle.holdings.get(DRAFT), handle.holdings[TARGET]
-    if skip_gap and coupling is Coupling.JOINT and draft is not None and draft.cursor < target.cursor:
-        draft.skip_to(target.cursor)
-        frontier = replace(frontier, joint=target.cursor)
-    return Claim(frontier, copies)
+    if skip_gap and coupling is Coupling.JOINT and DRAFT in handle.holdings:
+        handle.holdings[DRAFT].skip_to(handle.cursor(TARGET))
+    joint = min(holding.cursor for holding in holdings)
+    return Claim(_frontier(handle, [holding.found for holding in holdings], joint), copies)
+
+
+def _frontier(handle: CacheHandle, depths: Sequence[int], joint: int) -> Frontier:
+    found = {name: min(depth, _most(handle)) for name, depth in zip(handle.holdings, depths, strict=True)}
+    return Frontier(found[TARGET], found.get(DRAFT), joint)
 
 
 def _take(holdings: Sequence[Holding], depths: Sequence[int]) -> tuple[BlockCopy, ...]:
@@ -59,25 +56,37 @@ def _take(holdings: Sequence[Holding], depths: Sequence[int]) -> tuple[BlockCopy
     return tuple(copy for copy in taken if copy is not None)
 
 
-def _depths(handle: CacheHandle, coupling: Coupling, held: Sequence[int], skip_gap: bool) -> list[int]:
-    """How many units each pool is to take, given what each holds."""
-    most = _most(handle)
+def _depths(handle: CacheHandle, coupling: Coupling, most: Sequence[int], skip_gap: bool) -> list[int]:
+    """How many units each pool is to take, so many at most."""
     if coupling is Coupling.INDEPENDENT:
-        return [min(depth, most) for depth in held]
-    most = min(most, *held)
+        return [holding.depth(limit) for holding, limit in zip(handle.holdings.values(), most, strict=True)]
+    joint = _joint(handle, min(most))
     if skip_gap and DRAFT in handle.holdings:
-        return _across_gap(handle, held) or [most] * len(held)
-    return [most] * len(held)
+        return _across_gap(handle, most, joint) or [joint] * len(most)
+    return [joint] * len(most)
 
 
-def _across_gap(handle: CacheHandle, held: Sequence[int]) -> list[int] | None:
-    """Depths that leave a hole of whole blocks in the draft's KV; None if it isn't a block behind the others."""
-    draft = handle.holdings[DRAFT]
-    others = [depth for name, depth in zip(handle.holdings, held, strict=True) if name != DRAFT]
-    size, most = draft.block_size, min(_most(handle), draft.stream.n_units, *others)
-    own = held[1] // size * size
-    start = most // size * size
-    return [own if name == DRAFT else start for name in handle.holdings] if start > held[1] else None
+def _joint(handle: CacheHandle, most: int, but: str | None = None) -> int:
+    """The deepest place, `most` at most, from which all pools can go on (but one, if it is named)."""
+    while True:
+        depth = min(each.depth(most) for name, each in handle.holdings.items() if name != but)
+        if depth == most:
+            return most
+        most = depth
+
+
+def _across_gap(handle: CacheHandle, most: Sequence[int], joint: int) -> list[int] | None:
+    """Depths that leave a hole of whole blocks in the draft's KV; None if the others can't go on beyond `joint`."""
+    limits, draft = dict(zip(handle.holdings, most, strict=True)), handle.holdings[DRAFT]
+    own, size = limits.pop(DRAFT), draft.block_size
+    start = min(draft.stream.n_units, *limits.values())
+    while start % size or start != _joint(handle, start, but=DRAFT):
+        start = _joint(handle, start // size * size, but=DRAFT)
+    if start <= joint:
+        return None
+    own = draft.depth(min(own, start)) // size * size
+    held = own if draft.depth(own) == own else 0
+    return [held if name == DRAFT else start for name in handle.holdings]
 
 
 def _most(handle: CacheHandle) -> int:

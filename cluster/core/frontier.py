@@ -9,6 +9,7 @@ applying a report twice changes nothing; a snapshot replaces all that was known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -48,3 +49,14 @@ class FrontierReport:
     stored: tuple[BlockState, ...]
     removed: tuple[bytes, ...] = ()
     snapshot: bool = False
+
+
+class TreeListener:
+    """Told what a tree publishes and evicts: chains of raw block keys, the first of index `depth` and below
+    `parent`."""
+
+    def stored(self, names: Sequence[bytes], parent: bytes | None, depth: int) -> None:
+        """These are held once more."""
+
+    def removed(self, names: Sequence[bytes], parent: bytes | None, depth: int) -> None:
+        """These are held once less."""

@@ -72,8 +72,9 @@ class CacheHandle:
 
     @property
     def has_hole(self) -> bool:
-        """Whether the draft's KV lacks positions that come before its cursor."""
-        return DRAFT in self.holdings and self.holdings[DRAFT].hole is not None
+        """Whether the draft's KV lacks positions that its next token would see."""
+        draft = self.holdings.get(DRAFT)
+        return draft is not None and draft.lacks_context
 
     def cursor(self, pool: str) -> int:
         """Positions whose KV is computed and valid. KeyError if the request doesn't use the pool."""

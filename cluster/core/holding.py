@@ -5,7 +5,8 @@ Positions below `cursor` have valid KV. Positions below `published * block_size`
 computed again (for logits or hidden states), the KV goes to a trash block.
 
 A draft may start behind a hole: blocks that nobody computes for this request, because its pool has them no longer. The
-table names the trash block there, whose id is one past the pool's last.
+table names the trash block there, whose id is one past the pool's last. In a pool with a sliding window, blocks that
+are wholly behind it are let go: shared ones are no longer read, own ones make room for a hole.
 
 Invariants: cursor <= capacity and cursor <= the stream's known units, so what is published was computed from known
 tokens only; nothing after a hole is published, since it was computed without what belongs there. Driven by
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from cluster.core.block_pool import BlockPool
 from cluster.core.keys import KeyStream
-from cluster.core.runs import NOTHING, Match, Run
+from cluster.core.runs import NOTHING, Match, Run, blocks_to, names_to, within_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Holding:
         "_weight",
         "block_size",
         "cursor",
+        "first",
         "found",
         "hole",
         "leaf",
@@ -63,6 +65,8 @@ class Holding:
         self.cursor = 0
         self.found = 0
         """Units that the last claim found published."""
+        self.first = 0
+        """Blocks before this one aren't read any more."""
         self.hole: range | None = None
         """Positions below the cursor that have no KV, from the end of the published blocks on."""
         self._raw = raw
@@ -84,7 +88,16 @@ class Holding:
     @property
     def own(self) -> list[int]:
         """Blocks that only this request holds."""
-        return self.table[self.published if self.hole is None else self.hole.stop // self.block_size :]
+        return self.table[self._own_from :]
+
+    @property
+    def _own_from(self) -> int:
+        return self.published if self.hole is None else self.hole.stop // self.block_size
+
+    @property
+    def lacks_context(self) -> bool:
+        """Whether the next token would see positions in the hole."""
+        return self.hole is not None and self.hole.stop > self.pool.spec.first_seen(self.cursor) * self.block_size
 
     # ------------------------------------------------------------ claiming
 
@@ -96,14 +109,19 @@ class Holding:
             self._matched_at = state
         return self._match
 
-    def depth(self) -> int:
-        """Units of the stream that are published now."""
-        return self.match().depth(self.block_size)
+    def match_to(self, most: int) -> Match:
+        """What is published of the stream now and can be used up to `most` units, or to where it ends."""
+        match, window = self.match(), self.pool.spec.window
+        return match if window is None else within_window(match, window, self.block_size, most)
+
+    def depth(self, most: int) -> int:
+        """Units of the stream that are published now and can be used; `most` at most."""
+        return min(most, self.match_to(most).depth(self.block_size))
 
     def prepare(self, depth: int) -> None:
         """Takes the page that a claim of `depth` units copies to, if it ends inside a block that isn't published in
         full. Without a page to be had, the claim will end at the last full block."""
-        if depth > self.match().blocks * self.block_size:
+        if depth > self.match_to(depth).blocks * self.block_size:
             pages = self.pool.allocate(1)
             self._page = pages[0] if pages else None
 
@@ -113,9 +131,12 @@ class Holding:
         Full blocks that match beyond `depth` are shared too: they needn't be stored twice, only computed past.
         """
         page, self._page = self._page, None
-        match = self.match()
-        full, self.found = match.blocks * self.block_size, match.depth(self.block_size)
-        self.cursor = min(depth, self.found if page is not None else full)
+        self.found = self.depth(self.stream.n_units)
+        match = self.match_to(depth)
+        if page is None:
+            match = self.match_to(min(depth, match.blocks * self.block_size))
+        full = match.blocks * self.block_size
+        self.cursor = min(depth, match.depth(self.block_size) if page is not None else full)
         if match.blocks:
             self._share(match)
         if page is None or match.source is None or self.cursor <= full:
@@ -125,11 +146,12 @@ class Holding:
         return BlockCopy(self.pool.spec.name, match.source, page, self.cursor - full)
 
     def _share(self, match: Match) -> None:
-        self.leaf = self.pool.tree.claim(match, self.stream.root or b"")
-        self.table = self.pool.tree.blocks_to(self.leaf)
+        self.first = self.pool.spec.first_seen(self.cursor)
+        self.leaf = self.pool.tree.claim(match, self.stream.root or b"", self.first)
+        self.table = blocks_to(self.leaf)
         self.published = match.blocks
         if self._raw is not None and self._raw.n_keys < self.held // self._raw.block_size:
-            self._raw.adopt_keys(self.pool.tree.names_to(self.leaf))
+            self._raw.adopt_keys(names_to(self.leaf))
 
     def skip_to(self, position: int) -> None:
         """Leaves a hole of whole blocks between what was claimed, which ended with a block, and `position`, which
@@ -143,10 +165,10 @@ class Holding:
         """Gives everything back: published blocks stay cached in the tree, the others become free."""
         self.pool.give_back(self.own)
         if self.leaf is not None:
-            self.pool.tree.release(self.leaf, self._weight)
+            self.pool.tree.release(self.leaf, self._weight, self.first)
             self.leaf = None
         self.table = []
-        self.published = self.cursor = self.found = 0
+        self.published = self.cursor = self.found = self.first = 0
         self.hole = None
 
     # ------------------------------------------------------------ growing
@@ -189,6 +211,21 @@ class Holding:
         if complete > self.published and self.reuse and self.hole is None:
             self._publish(complete)
         self.shrink(len(self.table))
+        if self.pool.spec.window is not None:
+            self._let_go(self.pool.spec.window)
+
+    def _let_go(self, window: int) -> None:
+        """Lets go of blocks that are wholly behind the window, a window's worth at a time: runs stay long."""
+        seen = self.pool.spec.first_seen(self.cursor)
+        if seen - self.first < self.pool.spec.blocks_for(window):
+            return
+        if self.leaf is not None and self.first < self.published:
+            self.pool.tree.leave(self.leaf, self.first, min(seen, self.published))
+        if seen > self._own_from:
+            self.pool.give_back(self.table[self._own_from : seen])
+            self.hole = range(self.held, seen * self.block_size)
+            self.table[self.published : seen] = [self.pool.spec.num_blocks] * (seen - self.published)
+        self.first = seen
 
     def _publish(self, complete: int) -> None:
         own = self.table[self.published : complete]

@@ -14,7 +14,7 @@ from cluster.core.block_pool import BlockPool
 from cluster.core.handle import CacheHandle, HandleStatus
 from cluster.core.holding import Holding
 from cluster.core.prefix_tree import PrefixTree
-from cluster.core.runs import Run
+from cluster.core.runs import Run, blocks_to, path_to
 
 
 def check_pools(pools: Mapping[str, BlockPool], handles: Sequence[CacheHandle]) -> None:
@@ -34,26 +34,26 @@ def _raise_for(where: str, problems: Iterable[str]) -> None:
 
 
 def _pool_problems(pool: BlockPool, holdings: Sequence[Holding]) -> Iterable[str]:
-    published = [block for run in pool.tree.runs() for block in run.blocks]
+    published = [block for run in pool.tree.runs() if not run.gone for block in run.blocks]
     private = [block for holding in holdings for block in holding.own]
     if sorted([*pool.tree.free, *published, *private]) != list(range(pool.spec.num_blocks)):
         yield "a block is lost or held twice"
     users: Counter[int] = Counter()
+    readers: Counter[int] = Counter()
     for holding in holdings:
-        run = holding.leaf
-        while run is not None:
+        for run in path_to(holding.leaf) if holding.leaf is not None else ():
             users[id(run)] += 1
-            run = run.parent
-    if any(run.users != users[id(run)] for run in pool.tree.runs()):
-        yield "the users of a run aren't the requests that hold it"
+            readers[id(run)] += run.start >= holding.first or run.parent is None
+    if any((run.users, run.readers) != (users[id(run)], readers[id(run)]) for run in pool.tree.runs()):
+        yield "the users or readers of a run aren't the requests that hold it"
     meters = pool.meters()
     if not 0 <= meters.reserved <= meters.in_use or min(meters.free, meters.cached, meters.in_use) < 0:
         yield f"impossible meters {meters}"
 
 
 def _tree_problems(tree: PrefixTree) -> Iterable[str]:
-    cached = sum(len(run.blocks) for run in tree.runs() if not run.users)
-    used = sum(len(run.blocks) for run in tree.runs() if run.users)
+    cached = sum(len(run.blocks) for run in tree.runs() if not run.readers and not run.gone)
+    used = sum(len(run.blocks) for run in tree.runs() if run.readers)
     if (cached, used) != (tree.cached, tree.used):
         yield f"counts {tree.cached} blocks cached and {tree.used} used, but holds {cached} and {used}"
     for run in tree.runs():
@@ -64,8 +64,10 @@ def _run_problems(tree: PrefixTree, run: Run) -> Iterable[str]:
     heads = [child.head for child in run.children]
     if heads != sorted(heads) or any(second.startswith(first) for first, second in pairwise(heads)):
         yield "heads of siblings are unsorted, or one is a prefix of another"
-    if tree.evictable(run) != (run.users == 0):
-        yield "a run is in use and evictable, or neither"
+    if tree.evictable(run) != (not run.readers and not run.gone):
+        yield "a run is read and evictable, or neither"
+    if run.gone and (run.readers or not (run.users or run.children)):
+        yield "a run without blocks is read, or nobody needs it"
     if not run.users and any(child.users or child.score > run.score for child in run.children):
         yield "a run would be evicted before its children"
     if any(child.parent is not run or child.start != run.start + len(run.blocks) for child in run.children):
@@ -75,8 +77,8 @@ def _run_problems(tree: PrefixTree, run: Run) -> Iterable[str]:
 
 
 def _holding_problems(handle: CacheHandle, holding: Holding) -> Iterable[str]:
-    shared = [] if holding.leaf is None else holding.pool.tree.blocks_to(holding.leaf)
-    if shared != holding.table[: holding.published]:
+    shared = [] if holding.leaf is None else blocks_to(holding.leaf)
+    if shared[holding.first :] != holding.table[holding.first : holding.published]:
         yield "the block table disagrees with the tree"
     if holding.cursor > min(holding.capacity, holding.stream.n_units):
         yield "the cursor is ahead of what is reserved or known"

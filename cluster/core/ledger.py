@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.core.frontier import BlockState, FrontierReport
-from cluster.core.prefix_tree import PrefixTree, TreeListener
+from cluster.core.frontier import BlockState, FrontierReport, TreeListener
+from cluster.core.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)

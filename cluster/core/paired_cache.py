@@ -109,7 +109,7 @@ class PairedCache:
 
     def probe(self, handle: CacheHandle) -> Frontier:
         """What a claim would find now. Changes nothing."""
-        return frontier_of(handle, [holding.depth() for holding in handle.holdings.values()])
+        return frontier_of(handle)
 
     def claim(self, handle: CacheHandle, skip_gap: bool = False) -> Claim:
         """Takes what is published of the handle's tokens and sets the cursors behind it, perhaps at 0.

@@ -8,9 +8,13 @@ with fewer units; it is only ever copied from.
     root ── [b0 b1 b2 b3] ─┬─ [b4 b5]          heads of siblings are sorted, and none is a prefix of another,
                            └─ [b6 b7 b8] ── [tail]      so the closest partial match is always a neighbour
 
-Invariants: a run that is in use (`users` > 0) has ancestors that are in use; unused runs are in the eviction policy, in
-use ones are not; evictions take the end of a run that has no children, so every block's ancestors are there.
-Owned by a `BlockPool`; called by `Holding`. Not thread-safe.
+Where the pool has a sliding window, whoever uses a path reads only the end of it. What nobody reads can be evicted,
+used or not, children or not: the run stays in its place without its blocks.
+
+Invariants: a run that is in use (`users` > 0) has ancestors that are in use; runs that nobody reads are in the eviction
+policy, others are not; a run without blocks has descendants or users. So without a window evictions take the end of a
+run that has no children, and every block's ancestors are there. Owned by a `BlockPool`; called by `Holding`. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -19,19 +23,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from cluster.core.eviction import EvictionPolicy, LeastRecentlyUsed
+from cluster.core.frontier import TreeListener
 from cluster.core.keys import WORD, KeyStream
 from cluster.core.runs import HEAD, NOTHING, Match, Run, closest, common_blocks, match_below, name_before
-
-
-class TreeListener:
-    """Told what a tree publishes and evicts: chains of raw block keys, the first of index `depth` and below
-    `parent`."""
-
-    def stored(self, names: Sequence[bytes], parent: bytes | None, depth: int) -> None:
-        """These are held once more."""
-
-    def removed(self, names: Sequence[bytes], parent: bytes | None, depth: int) -> None:
-        """These are held once less."""
 
 
 class PrefixTree:
@@ -49,9 +43,9 @@ class PrefixTree:
         self.block_size = block_size
         self.free = free
         self.cached = 0
-        """Blocks that nobody uses: they can be evicted."""
+        """Blocks that nobody reads: they can be evicted."""
         self.used = 0
-        """Blocks in use by at least one holding."""
+        """Blocks that at least one holding reads."""
         self.version = 0
         """Grows with every change of what a match would find."""
         self.roots: dict[bytes, Run] = {}
@@ -69,7 +63,7 @@ class PrefixTree:
         return NOTHING if run is None else match_below(run, stream)
 
     def evictable(self, run: Run) -> bool:
-        """Whether the run counts as unused. For checks."""
+        """Whether the run counts as one that nobody reads. For checks."""
         return run in self._policy
 
     def runs(self) -> Iterator[Run]:
@@ -88,8 +82,9 @@ class PrefixTree:
 
     # ------------------------------------------------------------ using
 
-    def claim(self, match: Match, root: bytes) -> Run:
-        """Marks the full blocks of a fresh `match` as used; returns the run that ends with the last of them."""
+    def claim(self, match: Match, root: bytes, first: int = 0) -> Run:
+        """Marks the full blocks of a fresh `match` as used; returns the run that ends with the last of them. Blocks
+        before `first` aren't read."""
         run = match.run
         if run is None:
             run = self.roots.get(root) or self._new_root(root)
@@ -97,35 +92,39 @@ class PrefixTree:
             run = self._split(run, match.inside)
         each: Run | None = run
         while each is not None:
-            self._use(each)
+            if each.start < first < each.end:
+                self._keep_unread(self._split(each, first - each.start))
+            each.users += 1
+            if each.end > first or each.parent is None:
+                self._read(each)
+            else:
+                self._keep_unread(each)
             each = each.parent
         return run
 
-    def release(self, leaf: Run, weight: float = 1.0) -> None:
-        """Takes back one use of every run from the root to `leaf`."""
+    def release(self, leaf: Run, weight: float = 1.0, first: int = 0) -> None:
+        """Takes back one use of every run from the root to `leaf`, of which blocks before `first` weren't read."""
         score = self._policy.score(weight)
         run: Run | None = leaf
         while run is not None:
             parent = run.parent
             run.score = max(run.score, score)
             run.users -= 1
-            if not run.users:
-                self._disuse(run)
+            if run.end > first or parent is None:
+                self._unread(run)
+            if run.gone and not run.users and not run.children:
+                self._cut(run, 0)
             run = parent
 
-    def blocks_to(self, leaf: Run) -> list[int]:
-        """Blocks from the root to the end of `leaf`."""
-        blocks: list[int] = []
-        for run in _path(leaf):
-            blocks += run.blocks
-        return blocks
-
-    def names_to(self, leaf: Run) -> list[bytes]:
-        """The raw block keys that these blocks complete."""
-        names: list[bytes] = []
-        for run in _path(leaf):
-            names += run.names
-        return names
+    def leave(self, leaf: Run, first: int, end: int) -> None:
+        """Whoever uses the path to `leaf` reads its blocks [first, end) no longer; a block begins a run at `first`."""
+        run: Run | None = leaf
+        while run is not None and run.end > first:
+            if run.start < end:
+                upper = self._split(run, end - run.start) if end < run.end else run
+                self._unread(upper)
+                run = upper
+            run = run.parent
 
     # ------------------------------------------------------------ publishing
 
@@ -150,7 +149,12 @@ class PrefixTree:
                 return leaf, kept + list(blocks[done:])
             same = common_blocks(child.units, units, done * width, width)
             leaf = self._split(child, same) if same < len(child.blocks) else child
-            self._use(leaf)
+            leaf.users += 1
+            if leaf.gone:
+                leaf.gone, leaf.blocks = False, list(blocks[done : done + len(leaf.blocks)])
+                self.cached += len(leaf.blocks)
+                self.version += 1
+            self._read(leaf)
             kept += leaf.blocks
         return leaf, kept
 
@@ -174,10 +178,13 @@ class PrefixTree:
     # ------------------------------------------------------------ evicting
 
     def evict(self, count: int) -> None:
-        """Gives up `count` unused blocks, or all there are."""
+        """Gives up `count` blocks that nobody reads, or all there are."""
         while count > 0 and (run := self._policy.victim()) is not None:
             taken = min(count, len(run.blocks))
-            self._cut(run, len(run.blocks) - taken)
+            if run.users or run.children:
+                self._drop(self._split(run, taken) if taken < len(run.blocks) else run)
+            else:
+                self._cut(run, len(run.blocks) - taken)
             count -= taken
 
     # ------------------------------------------------------------ inside
@@ -186,31 +193,38 @@ class PrefixTree:
         run = self.roots[root] = Run(None, root, 0, self._width, bytearray())
         return run
 
-    def _use(self, run: Run) -> None:
-        if not run.users:
+    def _read(self, run: Run) -> None:
+        if not run.readers:
             self._policy.remove(run)
             self.cached -= len(run.blocks)
             self.used += len(run.blocks)
-        run.users += 1
+        run.readers += 1
 
-    def _disuse(self, run: Run) -> None:
-        self.used -= len(run.blocks)
-        self.cached += len(run.blocks)
-        if run.parent is None and not run.children:
-            del self.roots[run.root]
-        else:
+    def _unread(self, run: Run) -> None:
+        run.readers -= 1
+        if not run.readers:
+            self.used -= len(run.blocks)
+            self.cached += len(run.blocks)
+            if run.parent is None and not run.children:
+                del self.roots[run.root]
+            else:
+                self._policy.add(run)
+
+    def _keep_unread(self, run: Run) -> None:
+        """A run that is used in passing, perhaps after it was split."""
+        if not run.readers and not run.gone:
             self._policy.add(run)
 
     def _grow(self, leaf: Run, units: bytearray, blocks: Sequence[int], raw: KeyStream | None) -> Run:
         """Lengthens `leaf` where nobody else uses it and nothing follows it, or else adds a run below it."""
-        if leaf.parent is not None and leaf.users == 1 and not leaf.children:
+        if leaf.parent is not None and leaf.users == leaf.readers == 1 and not leaf.children:
             run = leaf
             first = run.start + len(run.blocks)
             run.units += units
             run.blocks += blocks
         else:
             run = self._insert(leaf, units, list(blocks))
-            run.users = 1
+            run.users = run.readers = 1
             first = run.start
         self.version += 1
         self.used += len(blocks)
@@ -238,6 +252,7 @@ class PrefixTree:
         upper.blocks, run.blocks = run.blocks[:at], run.blocks[at:]
         upper.names, run.names = run.names[:named], run.names[named:]
         upper.children, upper.users, upper.score = [run], run.users, run.score
+        upper.readers, upper.gone = run.readers, run.gone
         run.parent, run.start = upper, run.start + at
         run.units = run.units[at * width :]
         run.head = bytes(run.units[:width])
@@ -250,12 +265,21 @@ class PrefixTree:
         if names:
             self._listener.removed(names, name_before(run, named), self._name_index(run.start + keep))
         self.version += 1
-        self.cached -= len(cut)
-        self.free += cut
+        if not run.gone:
+            self.cached -= len(cut)
+            self.free += cut
         if keep:
             del run.blocks[keep:], run.names[named:], run.units[keep * self._width :]
         else:
             self._remove(run)
+
+    def _drop(self, run: Run) -> None:
+        """Gives up the blocks of a run that others follow, or whose users read it no longer."""
+        self.version += 1
+        self._policy.remove(run)
+        self.cached -= len(run.blocks)
+        self.free += run.blocks
+        run.gone = True
 
     def _remove(self, run: Run) -> None:
         self._policy.remove(run)
@@ -264,20 +288,9 @@ class PrefixTree:
         else:
             parent = run.parent
             del parent.children[bisect_left(parent.children, run.head, key=HEAD)]
-            if parent.parent is None and not parent.users and not parent.children:
-                self._remove(parent)
+            if (parent.gone or parent.parent is None) and not parent.users and not parent.children:
+                self._cut(parent, 0)
 
     def _name_index(self, block: int) -> int:
         """Raw blocks that end at or before the start of this pool's block `block`."""
         return block * self.block_size // self._name_size
-
-
-def _path(leaf: Run) -> list[Run]:
-    """Runs from the root to `leaf`."""
-    runs: list[Run] = []
-    run: Run | None = leaf
-    while run is not None:
-        runs.append(run)
-        run = run.parent
-    runs.reverse()
-    return runs

@@ -2,7 +2,8 @@
 
 A run is a stretch of consecutive published blocks that isn't forked inside. Its children are sorted by their heads (the
 units of their first block), and no head is a prefix of another; so the child that shares most with a stream is always a
-neighbour of the place where the stream's own head would stand. Values and pure functions; `PrefixTree` owns the runs.
+neighbour of the place where the stream's own head would stand. In a pool with a sliding window, a run may outlive its
+blocks: `gone` runs keep the place of what comes after them. Values and pure functions; `PrefixTree` owns the runs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,24 @@ from cluster.core.keys import WORD, KeyStream
 class Run:
     """A stretch of published blocks: `units` are their packed words, `names` the raw block keys that they complete.
 
-    `start` is the index of the first block in the sequence; `users` the number of holdings whose path goes through
-    here. The root of a scope is a run without blocks."""
+    `start` is the index of the first block in the sequence. `users` is the number of holdings whose path goes through
+    here, `readers` of those that still read it: all, where there is no window. The root of a scope is a run without
+    blocks."""
 
-    __slots__ = ("blocks", "children", "head", "names", "parent", "root", "score", "start", "units", "users")
+    __slots__ = (
+        "blocks",
+        "children",
+        "gone",
+        "head",
+        "names",
+        "parent",
+        "readers",
+        "root",
+        "score",
+        "start",
+        "units",
+        "users",
+    )
 
     def __init__(self, parent: Run | None, root: bytes, start: int, width: int, units: bytearray) -> None:
         self.parent = parent
@@ -32,7 +47,14 @@ class Run:
         self.names: list[bytes] = []
         self.children: list[Run] = []
         self.users = 0
+        self.readers = 0
+        self.gone = False
         self.score = 0.0
+
+    @property
+    def end(self) -> int:
+        """Index of the block that comes after."""
+        return self.start + len(self.blocks)
 
 
 HEAD = attrgetter("head")
@@ -64,8 +86,9 @@ def match_below(run: Run, stream: KeyStream) -> Match:
     while True:
         child, common = closest(run, bytes(packed[at : at + width]))
         if child is None or common < width:
-            partial = common // WORD
-            return Match(run, len(run.blocks), blocks, child.blocks[0] if child and partial else None, partial)
+            if child is None or child.gone or common < WORD:
+                return Match(run, len(run.blocks), blocks, None, 0)
+            return Match(run, len(run.blocks), blocks, child.blocks[0], common // WORD)
         if not packed.startswith(child.units, at):
             break
         run = child
@@ -75,7 +98,48 @@ def match_below(run: Run, stream: KeyStream) -> Match:
     block = child.units[inside * width : (inside + 1) * width]
     at += inside * width
     partial = common_prefix(block, packed[at : at + width]) // WORD
-    return Match(child, inside, blocks + inside, child.blocks[inside] if partial else None, partial)
+    if child.gone or not partial:
+        return Match(child, inside, blocks + inside, None, 0)
+    return Match(child, inside, blocks + inside, child.blocks[inside], partial)
+
+
+def within_window(match: Match, window: int, size: int, most: int) -> Match:
+    """The longest part of `match` from which a request can go on: of the `window` - 1 units before the place where
+    it ends, or before `most` if that comes first, none is gone."""
+    run = match.run
+    first = match.blocks
+    while run is not None:
+        if not run.gone:
+            first = run.start
+        elif min(match.depth(size), most) - window + 1 >= first * size:
+            return match
+        else:
+            above = run.parent
+            match = Match(above, 0 if above is None else len(above.blocks), run.start, None, 0)
+            first = run.start
+        run = run.parent
+    return match
+
+
+def path_to(leaf: Run) -> list[Run]:
+    """Runs from the root to `leaf`."""
+    runs: list[Run] = []
+    run: Run | None = leaf
+    while run is not None:
+        runs.append(run)
+        run = run.parent
+    runs.reverse()
+    return runs
+
+
+def blocks_to(leaf: Run) -> list[int]:
+    """Blocks from the root to the end of `leaf`."""
+    return [block for run in path_to(leaf) for block in run.blocks]
+
+
+def names_to(leaf: Run) -> list[bytes]:
+    """The raw block keys that these blocks complete."""
+    return [name for run in path_to(leaf) for name in run.names]
 
 
 def name_before(run: Run, index: int) -> bytes | None:

@@ -42,6 +42,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         drafts=st.integers(0, 4),
         positions=st.sampled_from((None, 12)),
         adaptive=st.booleans(),
+        windows=st.tuples(*[st.sampled_from((None, None, 1, 3, 7))] * 2),
         trees=st.booleans(),
         gaps=st.sampled_from((None, FixedGaps(skip=True), "predicted")),
         seed=st.integers(0, 2**32),
@@ -57,13 +58,16 @@ class AdmissionMachine(RuleBasedStateMachine):
         drafts: int,
         positions: int | None,
         adaptive: bool,
+        windows: tuple[int | None, int | None],
         trees: bool,
         gaps: FixedGaps | str | None,
         seed: int,
     ) -> None:
         coupling, span = mode
-        draft = None if coupling is Coupling.NONE else PoolSpec("draft", sizes[1], blocks[1], span or 0)
-        self.cache = PairedCache(PoolSpec("target", sizes[0], blocks[0]), draft, coupling)
+        draft = (
+            None if coupling is Coupling.NONE else PoolSpec("draft", sizes[1], blocks[1], span or 0, window=windows[1])
+        )
+        self.cache = PairedCache(PoolSpec("target", sizes[0], blocks[0], window=windows[0]), draft, coupling)
         limits = AdmissionLimits(batch, budget, chunk, max_queue=6, max_len=200, aging=10)
         self.worker = OracleWorker(
             OracleTensors(self.cache),

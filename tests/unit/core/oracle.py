@@ -54,9 +54,10 @@ class OracleTensors:
             self.cells[pool, table[position // size], position % size] = cell
 
     def _right(self, handle: CacheHandle, pool: str, position: int, tokens: Sequence[int]) -> Cell:
-        """What belongs at a position for this request."""
-        hole, cell = handle.holdings[pool].hole, tuple(tokens[: position + self.cache.pools[pool].spec.span + 1])
-        return cell if hole is None or position < hole.start else (*cell, INCOMPLETE)
+        """What belongs at a position for this request. Without reuse, holes are what a window leaves behind."""
+        holding, cell = handle.holdings[pool], tuple(tokens[: position + self.cache.pools[pool].spec.span + 1])
+        complete = holding.hole is None or position < holding.hole.start or not holding.reuse
+        return cell if complete else (*cell, INCOMPLETE)
 
     def put(self, handle: CacheHandle, pool: str, slot: int, cell: Cell) -> None:
         """Computes one slot from these very tokens, whatever its number. It must be the request's own."""
@@ -74,8 +75,11 @@ class OracleTensors:
         """Every position that the request counts as computed, or shares, holds the KV of its own tokens."""
         tokens = handle.tokens.tokens()
         for pool in handle.pools:
-            span, hole = self.cache.pools[pool].spec.span, handle.holdings[pool].hole or range(0)
-            for position in range(max(handle.cursor(pool), min(handle.held(pool), len(tokens) - span))):
+            spec, holding = self.cache.pools[pool].spec, handle.holdings[pool]
+            span, hole = spec.span, holding.hole or range(0)
+            for position in range(
+                holding.first * spec.block_size, max(handle.cursor(pool), min(handle.held(pool), len(tokens) - span))
+            ):
                 cell = self.read(handle, pool, position)
                 right = None if position in hole else self._right(handle, pool, position, tokens)
                 assert cell == right, f"{handle.request_id} {pool} {position}: {cell}"
@@ -84,7 +88,7 @@ class OracleTensors:
         """(run, position, cell) of every published cell."""
         size = self.cache.pools[pool].spec.block_size
         for run in self.cache.pools[pool].tree.runs():
-            units = len(run.units) // 4
+            units = 0 if run.gone else len(run.units) // 4
             for index in range(units):
                 block, offset = run.blocks[index // size], index % size
                 yield run, run.start * size + index, self.cells[pool, block, offset]
@@ -100,11 +104,13 @@ class OracleTensors:
         """Units of the request that published cells hold: what an exact match must find."""
         holding = handle.holdings[pool]
         span, root, tokens = holding.stream.span, holding.stream.root, tuple(handle.tokens.tokens())
-        depths = [
-            position + 1
+        held = {
+            position
             for run, position, cell in self.published(pool)
             if run.root == root and cell == tokens[: position + span + 1]
-        ]
+        }
+        window = self.cache.pools[pool].spec.window or len(tokens) + 1
+        depths = (position + 1 for position in held if held.issuperset(range(max(0, position - window + 2), position)))
         return max(depths, default=0)
 
 

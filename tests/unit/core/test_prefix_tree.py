@@ -21,7 +21,7 @@ def make_pool(blocks: int = 64, policy: object = None) -> BlockPool:
 def hold(pool: BlockPool, tokens: Sequence[int], weight: float = 1.0) -> Holding:
     """Claims and computes all of `tokens`."""
     holding = Holding(pool, KeyStream(SCOPE, tokens), None, reuse=True, weight=weight)
-    depth = holding.depth()
+    depth = holding.depth(10**6)
     holding.prepare(depth)
     holding.take(depth)
     assert holding.grow(holding.missing(len(tokens) - holding.cursor))

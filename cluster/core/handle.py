@@ -84,6 +84,10 @@ class CacheHandle:
         """Positions below this one lie in shared blocks: when computed again, their KV must go to the trash block."""
         return self.holdings[pool].held
 
+    def first_read(self, pool: str) -> int:
+        """Positions below this one lie wholly behind the pool's window: their blocks may have been given away."""
+        return self.holdings[pool].first * self.holdings[pool].block_size
+
     def block_table(self, pool: str) -> Sequence[int]:
         """Block ids by position // block_size. Valid until the next operation on the cache: read it anew each step."""
         return self.holdings[pool].table

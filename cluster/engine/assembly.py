@@ -112,7 +112,7 @@ def _pair(config: EngineConfig, target: LoadedModel, drafter: Drafter | None, kv
 
 def _spec(name: str, kv: KvTensors, model: str, span: int) -> PoolSpec:
     dtype = str(kv.layout.dtype).removeprefix("torch.")
-    return PoolSpec(name, kv.block_size, kv.num_blocks, span, model, dtype)
+    return PoolSpec(name, kv.block_size, kv.num_blocks, span, model, dtype, kv.layout.window)
 
 
 def _limits(config: EngineConfig, target: LoadedModel, kv: KvTensors) -> AdmissionLimits:

@@ -86,16 +86,17 @@ class KvAuditor:
         for pool, layers in expected.items():
             # A draft writes no slot past its last position, and its recomputation ends there too.
             depth = min(max(handle.cursor(pool), handle.held(pool)), layers[0][0].shape[0])
+            first = min(depth, handle.first_read(pool))
             stored = self._kv[pool]
             errors = [
-                _difference(have, want[:depth])
+                _difference(have[first:], want[first:depth])
                 for layer, pair in enumerate(layers)
                 for have, want in zip(stored.read(layer, handle.block_table(pool), depth), pair, strict=True)
             ]
             worst = 0.0
             for error in errors:
                 worst = _worse(worst, error)
-            results.append((pool, depth, worst))
+            results.append((pool, depth - first, worst))
         return results
 
 

@@ -69,7 +69,7 @@ class ShapeRecorder:
         self.layers: list[tuple[int, LayerKv, AttentionSpec]] = []
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        self.layers.append((layer, LayerKv(key.shape[0], key.shape[2], value.shape[2]), spec))
+        self.layers.append((layer, LayerKv(key.shape[0], key.shape[2], value.shape[2], spec.window), spec))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 

@@ -17,11 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """Shape of one layer's cache: heads, and the widths of a key and of a value (they differ in expanded MLA)."""
+    """Shape of one layer's cache: heads, and the widths of a key and of a value (they differ in expanded MLA).
+
+    `window`: how many positions a token sees, itself included; None if it sees all before it, or if that isn't known."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None
 
     @property
     def elements(self) -> int:
@@ -39,6 +42,12 @@ class KvLayout:
     @property
     def bytes_per_token(self) -> int:
         return sum(layer.elements for layer in self.layers) * self.dtype.itemsize
+
+    @property
+    def window(self) -> int | None:
+        """How many positions any layer sees; None if one of them sees all."""
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if windows and len(windows) == len(self.layers) else None
 
 
 class KvTensors:

@@ -67,6 +67,8 @@ def test_memory_sizes_take_units(text: object, size: int) -> None:
         ({"speculative": {"method": "eagle3"}}, ["speculative", "'model'", "folder of the draft"]),
         ({"speculative": {"method": "ngram", "model": "/d"}}, ["speculative", "ngram takes no draft model"]),
         ({"speculative": {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}}, ["prompt_lookup_min"]),
+        ({"speculative": {"method": "ngram", "tree_top_k": 2}}, ["ngram drafts chains only", "tree_top_k"]),
+        ({"speculative": {"method": "eagle3", "model": "/d", "tree_top_k": 33}}, ["tree_top_k", "33", "32"]),
         ({"nonsense": 1}, ["nonsense is no option"]),
     ],
 )
@@ -149,6 +151,12 @@ def test_the_engine_gets_what_was_set() -> None:
     assert (made.model, made.draft, made.method, made.num_speculative_tokens) == (Path("/m"), None, "ngram", 4)
     assert (made.ngram_min, made.ngram_max, made.allow_pickle, made.chunk, made.max_len) == (2, 3, True, None, 512)
     assert (made.enable_reuse, made.kv_bytes, made.draft_block_size) == (False, 1 << 20, 8)
+
+
+def test_the_engine_gets_the_width_of_trees() -> None:
+    speculative = {"method": "eagle3", "model": "/d", "tree_top_k": 4, "tree_total_tokens": 16}
+    made = load_config({"model": "/m", "speculative": speculative}).to_engine_config()
+    assert (made.tree_top_k, made.tree_total_tokens) == (4, 16)
 
 
 def test_the_docs_list_every_option() -> None:

@@ -79,6 +79,7 @@ def load_blocks(folder: Path, config: Any, tensors: Mapping[str, Tensor], layers
             state_dict={f"model.layers.{name}": tensor for name, tensor in tensors.items()} | _rest(small, dtype),
             dtype=dtype,
             attn_implementation=TANDEM_PAGED,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
     except Exception as error:

@@ -9,6 +9,7 @@ Invariant: the same logits, parameters, history, seed and position give the same
 `cluster.speculation.verify` rests on it. Called by the step loop for the target, and by drafters for their own logits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ class Sampler:
             raise ValueError(f"logits are {tuple(logits.shape)}, expected ({len(rows)}, at least {self.vocab_size})")
         logits = logits[:, : self.vocab_size]
         best, greedy = logits.max(dim=-1)
-        finite = torch.isfinite(best).tolist()  # max() hands on NaN and +inf; a few -inf are a model's own mask
+        # max() hands on NaN and +inf; a few -inf are a model's own mask
+        finite = [math.isfinite(score) for score in best.tolist()]
         tokens = [token if usable else None for token, usable in zip(greedy.tolist(), finite, strict=True)]
         others = [i for i, row in enumerate(rows) if finite[i] and (row.params.temperature > 0 or not row.plain)]
         if others:  # one copy to the host for all of them

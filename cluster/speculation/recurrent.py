@@ -101,6 +101,7 @@ class RecurrentDrafter:
     def attach(self, kv: KvTensors) -> None:
         self._kv = kv
 
+    @torch.inference_mode()
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         if self._kv is None:
             raise RuntimeError("no pool is attached")
@@ -174,8 +175,11 @@ class _HeadPasses:
             for chain in chains
         ]
         places = [chain.place for chain in chains]
-        output = self._drafter.run(pack(rows, self._kv), self._outputs[places], self._kv)
-        self._outputs[places] = output
+        if len(places) == len(self._outputs):  # all go on; picking rows costs as much as a small product
+            output = self._outputs = self._drafter.run(pack(rows, self._kv), self._outputs, self._kv)
+        else:
+            output = self._drafter.run(pack(rows, self._kv), self._outputs[places], self._kv)
+            self._outputs[places] = output
         return self._drafter.logits(output)
 
     def grow(self, rows: Sequence[PagedRow], parents: Sequence[int]) -> Tensor:

@@ -46,8 +46,11 @@ class Rotary:
     def __call__(self, like: Tensor, positions: Tensor) -> Rotation:
         """For `positions` [T], in the type and on the device of `like`."""
         self._frequencies = self._frequencies.to(like.device)
-        angles = (positions.float().unsqueeze(1) * self._frequencies).repeat(1, 2).unsqueeze(1)
-        return (angles.cos() * self._scale).to(like.dtype), (angles.sin() * self._scale).to(like.dtype)
+        angles = positions.float().view(-1, 1, 1) * self._frequencies
+        cos, sin = (torch.cat([half, half], dim=-1) for half in (angles.cos(), angles.sin()))
+        if self._scale != 1:
+            cos, sin = cos * self._scale, sin * self._scale
+        return cos.to(like.dtype), sin.to(like.dtype)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

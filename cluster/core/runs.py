@@ -134,12 +134,18 @@ def path_to(leaf: Run) -> list[Run]:
 
 def blocks_to(leaf: Run) -> list[int]:
     """Blocks from the root to the end of `leaf`."""
-    return [block for run in path_to(leaf) for block in run.blocks]
+    blocks: list[int] = []
+    for run in path_to(leaf):
+        blocks += run.blocks
+    return blocks
 
 
 def names_to(leaf: Run) -> list[bytes]:
     """The raw block keys that these blocks complete."""
-    return [name for run in path_to(leaf) for name in run.names]
+    names: list[bytes] = []
+    for run in path_to(leaf):
+        names += run.names
+    return names
 
 
 def name_before(run: Run, index: int) -> bytes | None:

@@ -12,6 +12,8 @@ ADMISSION = "tests/unit/core/test_admission.py::test_"
 CACHE = "tests/unit/core/test_paired_cache.py::test_"
 REPORTS = "tests/unit/core/test_frontier_reports.py::test_"
 CLAIM = "tests/unit/core/test_claiming.py::test_"
+DRAFTS = "tests/unit/core/test_drafts.py::test_"
+ADMISSION_LIVES = "tests/property/test_admission_machine.py::TestAdmission"
 RANDOM_LIVES = "tests/property/test_paired_cache_machine.py::TestPairedCache"
 
 
@@ -180,6 +182,27 @@ BUGS = (
         "reached = row.start + row.num_known + max(0, len(new_tokens) - 1)",
         "reached = min(row.target_end, request.num_known)",
         TRANSACTION + "19_in_tiny_pools_every_request_ends_or_is_refused",
+    ),
+    Bug(
+        "draft deeper than tokens may still come",
+        "step_builder.py",
+        "drafts.within(room - 1).first(",
+        "drafts.first(",
+        ADMISSION + "trees_are_cut_by_number_to_the_budget_and_by_depth_to_what_can_be_used",
+    ),
+    Bug(
+        "cut a draft of a tree, but not what follows it",
+        "drafts.py",
+        "if kept[node] and parent in places:",
+        "if kept[node]:",
+        DRAFTS + "what_follows_a_node_that_is_cut_goes_with_it",
+    ),
+    Bug(
+        "reserve draft slots as if no draft were accepted",
+        "batch_plan.py",
+        "new = self.drafts.depth + 1 if self.needs_logits else 0",
+        "new = 1 if self.needs_logits else 0",
+        ADMISSION_LIVES,
     ),
     Bug(
         "preempt the first in rank",

@@ -40,6 +40,10 @@ class CostModel:
     """Slower decoding that each request already running there means for the new one."""
     queued_request_ms: float = 2000.0
     """Wait for each request that stands before the new one once the batch or the pool is full."""
+    crowding_weight: float = 2.0
+    """How much dearer prefill is in a crowded fleet, for each whole prompt's prefill that waits on the average worker
+    beyond `crowding_slack` of one."""
+    crowding_slack: float = 0.25
     eviction_weight: float = 0.0
     """How much of a cached token's prefill its eviction costs: the odds that it would have been reused."""
 
@@ -113,6 +117,14 @@ def prefill_ms(query: DispatchQuery, info: WorkerInfo, depth: Depth, model: Cost
     return model.target_ms(query.n_tokens - target, target) + draft * model.draft_token_ms
 
 
+def prefill_weight(query: DispatchQuery, mean_backlog_ms: float, model: CostModel) -> float:
+    """What a millisecond of prefill costs, in milliseconds of waiting. 1 as long as queues are short: recomputing a
+    prefix on a free worker harms nobody. In a crowded fleet it delays others, and if requests left their prefixes
+    because of the queues, the queues would only grow."""
+    crowding = mean_backlog_ms / model.target_ms(0, query.n_tokens) - model.crowding_slack
+    return 1.0 + model.crowding_weight * max(0.0, crowding)
+
+
 def decode_ms(candidate: Candidate, model: CostModel) -> float:
     """What sharing steps with the requests there costs."""
     return candidate.in_flight * model.decode_request_ms / candidate.acceptance
@@ -127,13 +139,14 @@ def queue_ms(stored: float, candidate: Candidate, model: CostModel) -> float:
     return ahead * model.queued_request_ms
 
 
-def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cost:
+def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel, weight: float = 1.0) -> Cost:
+    """`weight` is the fleet's `prefill_weight`."""
     target, draft = lacking_tokens(query, candidate.info, candidate.depth)
     stored = max(0, query.n_tokens - candidate.depth.target * query.block_size)
     evicted = max(0.0, stored - max(0.0, candidate.free_tokens))
     return Cost(
-        target_prefill=model.target_ms(query.n_tokens - target, target),
-        draft_prefill=draft * model.draft_token_ms,
+        target_prefill=weight * model.target_ms(query.n_tokens - target, target),
+        draft_prefill=weight * draft * model.draft_token_ms,
         backlog=candidate.backlog_ms,
         decode=decode_ms(candidate, model),
         queue=max(0.0, queue_ms(stored, candidate, model) - candidate.backlog_ms),
@@ -142,11 +155,11 @@ def cost_of(query: DispatchQuery, candidate: Candidate, model: CostModel) -> Cos
 
 
 def choose(
-    query: DispatchQuery, candidates: Sequence[Candidate], model: CostModel, rng: random.Random
+    query: DispatchQuery, candidates: Sequence[Candidate], model: CostModel, rng: random.Random, weight: float = 1.0
 ) -> Candidate | None:
     """The cheapest candidate; equal ones are told apart at random, so that idle workers share the load."""
     if not candidates:
         return None
-    costs = [cost_of(query, candidate, model).total for candidate in candidates]
+    costs = [cost_of(query, candidate, model, weight).total for candidate in candidates]
     cheapest = min(costs)
     return rng.choice([candidate for candidate, cost in zip(candidates, costs, strict=True) if cost == cheapest])

@@ -19,12 +19,20 @@ from cluster.core.frontier import FrontierReport
 from cluster.errors import ConfigError, StaleEpoch
 from cluster.routing.eligibility import Eligibility
 from cluster.routing.health import Leases
-from cluster.routing.policy import Candidate, CostModel, choose, expected_frontier, lacking_tokens, prefill_ms
+from cluster.routing.policy import (
+    Candidate,
+    CostModel,
+    choose,
+    expected_frontier,
+    lacking_tokens,
+    prefill_ms,
+    prefill_weight,
+)
 from cluster.routing.prefix_map import NOTHING, Depth, PrefixMap
 from cluster.routing.promises import Promises
 from cluster.routing.report_order import ReportOrder, Verdict
 from cluster.routing.reservations import Work
-from cluster.routing.shortlist import shortlist
+from cluster.routing.shortlist import mean_backlog_ms, shortlist
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad, WorkerStatus
 from cluster.routing.worker_state import WorkerState
 
@@ -149,9 +157,10 @@ class Router:
         if not up:
             return self._nobody(query)
         depths = self._depths(query, now, hints or {}) if query.reuse else {}
-        few = shortlist(query, up, depths, self._costs, now, self._rng)
+        weight = prefill_weight(query, mean_backlog_ms(up, now), self._costs)
+        few = shortlist(query, up, depths, weight * self._costs.target_token_ms, now, self._rng)
         candidates = [worker.candidate(depths.get(worker.worker_id, NOTHING), now) for worker in few]
-        chosen = choose(query, candidates, self._costs, self._rng)
+        chosen = choose(query, candidates, self._costs, self._rng, weight)
         if chosen is None:
             return self._full(up)
         return self._reserve(query, chosen, now)

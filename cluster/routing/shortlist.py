@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 
 from cluster.core.handle import Coupling
-from cluster.routing.policy import CostModel
 from cluster.routing.prefix_map import Depth
 from cluster.routing.types import DispatchQuery
 from cluster.routing.worker_state import WorkerState
@@ -24,12 +23,12 @@ def shortlist(
     query: DispatchQuery,
     workers: Sequence[WorkerState],
     depths: Mapping[str, Depth],
-    costs: CostModel,
+    per_token_ms: float,
     now: float,
     rng: random.Random,
 ) -> list[WorkerState]:
     """At most `SHORTLIST` of the workers that have a place left, those with the lowest rough cost; equal ones in random
-    order."""
+    order. `per_token_ms` is what a token of the prompt costs that isn't reused."""
     free = [worker for worker in workers if worker.in_flight < worker.capacity]
     if len(free) <= SHORTLIST:
         return free
@@ -40,10 +39,16 @@ def shortlist(
         wait = 1000.0 * (worker.busy_until - now)
         rough.append(worker.decode_ms + (wait if wait > worker.queue_ms else worker.queue_ms))
     if depths:
-        per_block = query.block_size * costs.target_token_ms
+        per_block = query.block_size * per_token_ms
         for place, worker in enumerate(free):
             depth = depths.get(worker.worker_id)
             if depth is not None:
                 clipped = query.speculate and worker.info.coupling is Coupling.JOINT
                 rough[place] -= per_block * (min(depth) if clipped else depth.target)
     return [free[place] for place in nsmallest(SHORTLIST, range(len(free)), key=rough.__getitem__)]
+
+
+def mean_backlog_ms(workers: Sequence[WorkerState], now: float) -> float:
+    """Prefill that waits on the workers, on average."""
+    busy = [worker.busy_until for worker in workers if worker.busy_until > now]
+    return 1000.0 * (sum(busy) - len(busy) * now) / len(workers)

@@ -111,6 +111,8 @@ def cost_model(spec: WorkerSpec) -> CostModel:
         draft_token_ms=times.draft_token_ms if spec.coupling is not Coupling.NONE else 0.0,
         decode_request_ms=float(os.environ.get("DEC", 20)),
         queued_request_ms=float(os.environ.get("QUE", 500)),
+        crowding_weight=float(os.environ.get("CRO", 2.0)),
+        crowding_slack=float(os.environ.get("DEAD", 0.25)),
         eviction_weight=float(os.environ.get("EVI", 0.1)),
     )
 

@@ -120,7 +120,7 @@ def test_a_worker_without_a_free_place_is_not_shortlisted() -> None:
     states = [state(name, max_running=1, max_queue=1) for name in "ab"]
     for number in range(2):
         states[0].place(f"r{number}", work(1, 1), now=0.0)
-    assert shortlist(PROMPT, states, {}, COSTS, 0.0, random.Random(0)) == states[1:]
+    assert shortlist(PROMPT, states, {}, 1.0, 0.0, random.Random(0)) == states[1:]
 
 
 def test_the_shortlist_has_the_holders_worth_it_and_the_idle() -> None:
@@ -128,21 +128,21 @@ def test_the_shortlist_has_the_holders_worth_it_and_the_idle() -> None:
     for believed in states[:50]:
         believed.heard(WorkerLoad(running=1, prefill_tokens=500), now=0.0)
     depths = {"w3": Depth(10, 10), "w4": Depth(10, 0), "w55": Depth(4, 4)}
-    short = [believed.worker_id for believed in shortlist(PROMPT, states, depths, COSTS, 0.0, random.Random(0))]
+    short = [believed.worker_id for believed in shortlist(PROMPT, states, depths, 1.0, 0.0, random.Random(0))]
     assert len(short) == SHORTLIST
     assert short[0] == "w55", "64 tokens saved and nothing to do"
     assert set(short[1:]) < {f"w{number}" for number in range(50, 60)}, "500 ms of waiting outweigh 160 tokens"
     for believed in states[:50]:
         believed.heard(WorkerLoad(running=1, prefill_tokens=100), now=0.0)
-    short = [believed.worker_id for believed in shortlist(PROMPT, states, depths, COSTS, 0.0, random.Random(0))]
+    short = [believed.worker_id for believed in shortlist(PROMPT, states, depths, 1.0, 0.0, random.Random(0))]
     assert "w3" in short and "w4" not in short, "a hidden-state draft without KV saves nothing"
     plain = query(chain(*range(10)), tail=5, speculate=False)
-    short = [believed.worker_id for believed in shortlist(plain, states, depths, COSTS, 0.0, random.Random(0))]
+    short = [believed.worker_id for believed in shortlist(plain, states, depths, 1.0, 0.0, random.Random(0))]
     assert {"w3", "w4"} <= set(short)
 
 
 def test_among_equals_the_shortlist_is_drawn() -> None:
     states, rng, drawn = [state(f"w{number}") for number in range(40)], random.Random(1), set[str]()
     for _ in range(60):
-        drawn |= {believed.worker_id for believed in shortlist(PROMPT, states, {}, COSTS, 0.0, rng)}
+        drawn |= {believed.worker_id for believed in shortlist(PROMPT, states, {}, 1.0, 0.0, rng)}
     assert len(drawn) == 40

@@ -25,9 +25,10 @@ LayerKeysValues = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftTask:
-    """One request's share of a drafting step: the slots [start, end) to write, and `k` tokens to draft after them.
+    """One request's share of a drafting step: the slots [start, end) to write, and how deep to draft after them.
 
     Where drafts are wanted, end == shape.real_slots(len(tokens)); a chunk of a prompt (k = 0) may end earlier.
+    `k` bounds the length of a chain and the depth of a tree.
     `params`, `seed` and `num_prompt` are what the target samples with, so that a drafter can race with the same clocks.
     """
 
@@ -83,7 +84,7 @@ class Drafter(Protocol):
         """Use this pool from now on. Called once, before the first task, for drafters with a `kv_layout`."""
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
-        """At most `k` drafts for each task; fewer at the draft's last position or where it sees no match."""
+        """Drafts at most `k` deep for each task; fewer at the draft's last position or where it sees no match."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered about a request that ended or was preempted; unknown ids are fine."""

@@ -13,7 +13,9 @@ from tests.unit.speculation.drafting import KV_METHODS, new_drafter, target
 
 @pytest.mark.parametrize("method", KV_METHODS)
 def test_the_measured_span_is_the_declared_one(method: SpeculationMethod) -> None:
-    assert measure_span(new_drafter(method), target()) == draft_kv_lookahead(method)
+    drafter = new_drafter(method)
+    assert drafter.kv_layout is not None
+    assert measure_span(drafter, target()) == draft_kv_lookahead(method, len(drafter.kv_layout.layers))
 
 
 def test_a_draft_that_looks_further_ahead_than_declared_is_refused() -> None:

@@ -1,18 +1,22 @@
 """The paired caches against vLLM's cache manager and SGLang's radix tree, and what exact keys are worth.
 
 Peers run in environments of their own (`<peers>/vllm`, `<peers>/sglang`), with a script that does the same work on
-the same prompt in the same run; one that is absent is left out. All times are CPU time of one thread, medians of
+the same prompt in the same run; one that is absent is left out. All times are CPU time of one thread, the best of
 several rounds.
 
-    core.claim_cycle.ms, .vs_vllm   hash a 32,768-token prompt, full-hit claim, reserve and free in both pools; vLLM:
-    one pool core.claim_cycle.unhashed_ms    the same in the worker, which compares units and needs no keys for what
-    is cached core.evict.ms, .vs_vllm         an unknown prompt into full pools: miss, evict, allocate, publish
-    core.decode_step.us, .vs_vllm   append, reserve and commit of one request core.turn.ms                    a known
-    prompt that is 256 tokens longer core.bytes_per_block            bytes in both trees for each cached block,
-    reports' bookkeeping included core.claim.ms, .vs_sglang       the lookup alone, both pools forks.<scheme>.reuse,
-    .wrong_cells   see `forks.py`
+    core.claim_cycle.ms, .vs_vllm    hash a 32,768-token prompt, full-hit claim, reserve and free; vLLM: in its one pool
+    core.claim_cycle.unhashed_ms     the same in the worker, which compares units and needs no keys for what is cached
+    core.claim.ms, .vs_sglang        the lookup alone
+    core.turn.ms                     a known prompt that is 256 tokens longer
+    core.evict.ms, .vs_vllm          an unknown prompt into full pools: miss, evict, allocate, publish
+    core.decode_step.us, .vs_vllm    append, reserve and commit of one request
+    core.decode_step.of_<N>_us       the same, of one among N that run in turns
+    core.decode_step.cached_<N>_us   the same, beside N cached blocks in each pool
+    core.bytes_per_block             bytes in both trees for each cached block, reports' bookkeeping included
+    forks.<scheme>.reuse, .wrong_cells    see `forks.py`
 
-Ratios are ours over theirs: below 1 Tandem is faster. Called by `tandem bench core`.
+Tandem's figures are for both pools. Ratios are ours over theirs: below 1 Tandem is faster. Called by
+`tandem bench core`.
 """
 
 from __future__ import annotations
@@ -41,9 +45,12 @@ def run_core_bench(
         "core.turn.ms": 1e3 * ours.turn(rounds),
         "core.evict.ms": 1e3 * ours.evict_cycle(rounds),
         "core.decode_step.us": 1e6 * ours.decode_step(4000),
-        "core.decode_step.of_64_us": 1e6 * ours.decode_step(200, running=64),
-        "core.bytes_per_block": ours.bytes_per_block(),
     }
+    for running in (8, 64, 256):
+        figures[f"core.decode_step.of_{running}_us"] = 1e6 * ours.decode_step(6400 // running, running=running)
+    for cached in (1_000, 100_000):
+        figures[f"core.decode_step.cached_{cached}_us"] = 1e6 * ours.decode_step(4000, cached=cached)
+    figures["core.bytes_per_block"] = ours.bytes_per_block()
     figures |= _against("vllm", {"claim_cycle.ms", "evict.ms", "decode_step.us"}, figures, peers, tell)
     figures |= _against("sglang", {"claim.ms"}, figures, peers, tell)
     for scheme, outcome in compare(workload()).items():

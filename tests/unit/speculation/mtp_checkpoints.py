@@ -7,7 +7,7 @@ names that the family publishes them with.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,9 @@ class Checkpoint:
         return found
 
 
-def build(name: str, folder: Path) -> Checkpoint:
-    """A checkpoint of the family, made of random weights."""
-    family, generator = FAMILIES[name], torch.Generator().manual_seed(7)
+def build(name: str, folder: Path, **changes: Any) -> Checkpoint:
+    """A checkpoint of the family, made of random weights. `changes` are of the family's fields."""
+    family, generator = replace(FAMILIES[name], **changes), torch.Generator().manual_seed(7)
     model = _model(family, TARGET + MTP)
     for parameter in model.parameters():
         with torch.no_grad():

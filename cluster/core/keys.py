@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from struct import iter_unpack
 
 WORD = 4
 """Bytes of one token id in a packed sequence, little-endian."""
@@ -78,7 +79,7 @@ class TokenBuffer:
             raise ValueError(f"token ids must be between 0 and {2**32 - 1}: {error}") from None
         if sys.byteorder == "big":
             words.byteswap()
-        self.packed += words.tobytes()
+        self.packed += words
         self.n_tokens += len(words)
 
     def tokens(self, start: int = 0, end: int | None = None) -> list[int]:
@@ -180,10 +181,10 @@ class KeyStream:
         parent = keys[-1] if keys else root
         width = WORD * self.block_size
         header = _UNITS + self.block_size.to_bytes(WORD, "little")
-        words = bytes(self.words(len(keys) * self.block_size, end * self.block_size))
-        for at in range(0, len(words), width):
-            parent = sha256(parent + header + words[at : at + width]).digest()
-            keys.append(parent)
+        first, last = self.offset + width * len(keys), self.offset + width * end
+        with memoryview(self.buffer.packed)[first:last] as words:
+            blocks = iter_unpack(f"{width}s", words)
+            keys += [parent := sha256(parent + header + block).digest() for (block,) in blocks]
 
 
 def raw_block_keys(scope: ReuseScope, tokens: Sequence[int]) -> list[bytes]:

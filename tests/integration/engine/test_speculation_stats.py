@@ -118,7 +118,7 @@ BOUNDS = {
     SpeculationMethod.EAGLE3: 1.8,
     SpeculationMethod.PEAGLE: 2.4,
     SpeculationMethod.MTP: 2.4,
-    SpeculationMethod.MTP_EAGLE: 1.8,
+    SpeculationMethod.MTP_EAGLE: 2.7,
     SpeculationMethod.MEDUSA: 1.6,
 }
 

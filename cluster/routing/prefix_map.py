@@ -4,21 +4,27 @@ Each block key maps to one integer with two bits per worker: its target pool hol
 Workers publish contiguous frontiers (a block is never held without its ancestors), so each bit is monotone along a
 prompt's chain of keys and a bisection finds where it ends.
 
-Invariants: at most `max_blocks` keys, the least recently used go first; a worker that is dropped disappears from every
-answer at once, and its slot is not given to another before a sweep has erased its bits.
+Invariants: at most `max_blocks` keys, those not used for longest go first; a worker that is dropped disappears from
+every answer at once, and its slot is not given to another before a sweep has erased its bits.
 The picture is a hint: a wrong entry costs time, never a token. Owned by `cluster.routing.router`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from cluster.core.frontier import BlockState
+from cluster.routing.block_table import SHORT, BlockTable
 
 _TARGET, _DRAFT, _BOTH = 1, 2, 3
 _MAX_SHARED_MASKS = 65_536
+_SURVEY_STRETCHES = 64
+_TOUCH_SAMPLES = 8
+
+_Stretch = tuple[int, int, int]
+"""(low, high, holders): these hold the block at `low` and not the one at `high`."""
 
 
 class Depth(NamedTuple):
@@ -31,13 +37,21 @@ class Depth(NamedTuple):
 NOTHING = Depth(0, 0)
 
 
+class Survey(NamedTuple):
+    """How deep each worker holds a chain, roughly where many end at different places; workers that hold nothing of it
+    are left out."""
+
+    depths: dict[str, Depth]
+    slack: int
+    """Blocks by which a depth may be too small; 0: all are exact."""
+
+
 class PrefixMap:
     def __init__(self, max_blocks: int = 2_000_000) -> None:
         if max_blocks < 1:
             raise ValueError(f"max_blocks is {max_blocks}, but must be at least 1")
         self.max_blocks = max_blocks
-        self._holders: dict[int, int] = {}
-        """Short key -> holder bits, in order of last use."""
+        self._table = BlockTable(max_blocks, self._uncount)
         self._shared: dict[int, int] = {}
         """One object per distinct value of holder bits: with hundreds of workers the integers are long, and few
         differ."""
@@ -46,12 +60,14 @@ class PrefixMap:
         self._counts: dict[int, int] = {}
         self._live = 0
         self._retired: list[int] = []
-        self._sweep = _Sweep((), ())
+        self._sweeping: list[int] = []
+        self._unswept = 0
+        """Shards that the sweep under way has yet to visit."""
         self._free: list[int] = []
         self._next_slot = 0
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._table)
 
     def blocks_of(self, worker_id: str) -> int:
         """Blocks that the worker's target pool is believed to hold."""
@@ -77,136 +93,160 @@ class PrefixMap:
         self._live &= ~(_BOTH << 2 * slot)
         self._retired.append(slot)
 
+    def sweep(self, budget: int = 50_000) -> bool:
+        """Erases the bits of dropped workers from about `budget` keys; returns whether more is left to do."""
+        if not self._unswept:
+            self._free.extend(self._sweeping)
+            self._sweeping, self._retired = self._retired, []
+            self._unswept = self._table.shards if self._sweeping else 0
+        keep = ~sum(_BOTH << 2 * slot for slot in self._sweeping)
+        while self._unswept and budget > 0:
+            self._unswept -= 1
+            budget -= self._table.mask(self._unswept, keep, self._share)
+        return self._unswept > 0 or bool(self._retired)
+
     # ---------------------------------------------------------------- blocks
 
     def store(self, worker_id: str, states: Sequence[BlockState]) -> None:
-        """Sets the state of the blocks as given. Parents come before children, and end up as more recently used."""
-        shift = 2 * self._slots[worker_id]
-        for state in reversed(states):
-            bits = (_TARGET if state.target else 0) | (_DRAFT if state.draft else 0)
-            self._set(_short(state.key), shift, bits)
-        while len(self._holders) > self.max_blocks:
-            self._forget(next(iter(self._holders)))
+        """Sets the state of the blocks as given. Parents come before children, and end up as more recently used.
+
+        A cluster reports a million blocks a second, so this loop calls as little as it can: neighbours in a chain
+        mostly have the same holders, before and after.
+        """
+        self._write(worker_id, [(each.key, each.target | each.draft << 1) for each in reversed(states)])
 
     def remove(self, worker_id: str, keys: Iterable[bytes]) -> None:
-        shift = 2 * self._slots[worker_id]
-        for key in keys:
-            self._set(_short(key), shift, 0)
-
-    def depths(self, keys: Sequence[bytes]) -> dict[str, Depth]:
-        """How deep each worker holds the chain, in blocks; workers that hold nothing of it are left out."""
-        ends = self._ends(keys)
-        return {
-            self._names[slot]: Depth(ends.get(2 * slot, 0), ends.get(2 * slot + 1, 0))
-            for slot in {bit >> 1 for bit in ends}
-        }
+        self._write(worker_id, [(key, 0) for key in keys])
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Marks a chain as just used. Free of charge while the map is less than half full: nothing is about to be
-        evicted."""
-        if 2 * len(self._holders) < self.max_blocks:
+        """Marks a chain as just used. Costs next to nothing for one that was used not long ago."""
+        if all(map(self._table.is_fresh, keys[:: max(1, len(keys) // _TOUCH_SAMPLES)])):
             return
         for key in reversed(keys):
-            short = _short(key)
-            held = self._holders.pop(short, None)
-            if held is not None:
-                self._holders[short] = held
+            self._table.refresh(key)
 
     def holders(self, key: bytes) -> dict[str, tuple[bool, bool]]:
         """The live workers that hold one block: name -> (target, draft)."""
-        held = self._holders.get(_short(key), 0) & self._live
+        held = self._table.get(key) & self._live
         return {
             self._names[slot]: (bool(held >> 2 * slot & _TARGET), bool(held >> 2 * slot & _DRAFT))
             for slot in {bit >> 1 for bit in _bits(held)}
         }
 
-    def sweep(self, budget: int = 50_000) -> bool:
-        """Erases the bits of dropped workers from up to `budget` keys; returns whether more is left to do."""
-        if self._sweep.done:
-            self._free.extend(self._sweep.slots)
-            self._sweep = _Sweep(tuple(self._holders) if self._retired else (), tuple(self._retired))
-            self._retired.clear()
-        keep = ~self._sweep.mask
-        for short in self._sweep.take(budget):
-            held = self._holders.get(short)
-            if held is not None and held & keep != held:
-                self._replace(short, held & keep)
-        return not self._sweep.done or bool(self._retired)
+    # ---------------------------------------------------------------- depths
+
+    def depths(self, keys: Sequence[bytes]) -> dict[str, Depth]:
+        """How deep each worker holds the chain, in blocks; workers that hold nothing of it are left out."""
+        return self._name(self._stretches(keys, len(keys)))
+
+    def survey(self, keys: Sequence[bytes]) -> Survey:
+        """The same, without telling apart all of hundreds of ends: the depths are exact if few workers hold the chain.
+        `refine` then finds the exact depth of a worker that matters."""
+        stretches = self._stretches(keys, _SURVEY_STRETCHES)
+        return Survey(self._name(stretches), max((high - low - 1 for low, high, _ in stretches), default=0))
+
+    def refine(self, worker_id: str, keys: Sequence[bytes], depth: Depth, slack: int) -> Depth:
+        """The exact depth of one worker, known to be at least `depth` and at most `slack` blocks more."""
+        slot = self._slots.get(worker_id)
+        if not slack or slot is None:
+            return depth
+        return Depth(*(self._end(keys, 2 * slot + pool, low, slack) for pool, low in enumerate(depth)))
 
     # ---------------------------------------------------------------- inside
 
-    def _ends(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Holder bit -> how many leading blocks of the chain it holds, for every bit that holds any.
-
-        With hundreds of holders at different depths this loop is the cost of a placement, so it calls nothing.
-        """
-        ends: dict[int, int] = {}
+    def _stretches(self, keys: Sequence[bytes], most: int) -> list[_Stretch]:
+        """Where along the chain holders end: bisects level by level, until all ends are told apart or there are more
+        than `most` stretches."""
         if not keys:
-            return ends
-        held, last = self._holders.get, len(keys) - 1
-        first = held(_short(keys[0]), 0) & self._live
-        to_the_end = held(_short(keys[last]), 0) & first
-        # Each stretch: `bits` hold the block at `low` and not the one at `high`; the last block holds the one after it.
-        stretches = [(last, last + 1, to_the_end), (0, last, first ^ to_the_end)]
-        while stretches:
-            low, high, bits = stretches.pop()
-            while bits and high - low > 1:
+            return []
+        young, old, shards = self._table.young, self._table.old, self._table.shards
+        last = len(keys) - 1
+        first = self._table.get(keys[0]) & self._live
+        to_the_end = self._table.get(keys[last]) & first
+        found = [(last, last + 1, to_the_end)] if to_the_end else []
+        level = [(0, last, first ^ to_the_end)] if first != to_the_end else []
+        while level and len(level) <= most:
+            split = []
+            for stretch in level:
+                low, high, bits = stretch
                 middle = (low + high) >> 1
-                deeper = held(int.from_bytes(keys[middle][:8], "little"), 0) & bits
+                if middle == low:
+                    found.append(stretch)
+                    continue
+                short = int.from_bytes(keys[middle][:SHORT], "little")
+                shard = short % shards
+                deeper = (young[shard].get(short) or old[shard].get(short, 0)) & bits
                 if deeper:
-                    stretches.append((middle, high, deeper))
-                high, bits = middle, bits ^ deeper
+                    split.append((middle, high, deeper))
+                if deeper != bits:
+                    split.append((low, middle, bits ^ deeper))
+            level = split
+        return found + level
+
+    def _name(self, stretches: Iterable[_Stretch]) -> dict[str, Depth]:
+        """Depths by worker. Each bit lies in one stretch, and mostly in that of the worker's other bit."""
+        names, depths = self._names, dict[str, Depth]()
+        for low, _, bits in stretches:
+            deep = low + 1
+            both = Depth(deep, deep)
             while bits:
-                bit = bits.bit_length() - 1
-                ends[bit] = low + 1
-                bits ^= 1 << bit
-        return ends
+                slot = (bits.bit_length() - 1) >> 1
+                pair = bits >> 2 * slot
+                bits ^= pair << 2 * slot
+                if pair == _BOTH:
+                    depths[names[slot]] = both
+                else:
+                    known = depths.get(names[slot], NOTHING)
+                    target, draft = (deep, known.draft) if pair == _TARGET else (known.target, deep)
+                    depths[names[slot]] = Depth(target, draft)
+        return depths
 
-    def _set(self, short: int, shift: int, bits: int) -> None:
-        before = self._holders.pop(short, 0)
-        after = before & ~(_BOTH << shift) | bits << shift
-        self._counts[shift // 2] += (bits & _TARGET) - (before >> shift & _TARGET)
-        if after:
-            self._holders[short] = self._share(after)
+    def _end(self, keys: Sequence[bytes], bit: int, low: int, slack: int) -> int:
+        high = min(low + slack, len(keys)) if low else 0
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if self._table.get(keys[middle - 1]) >> bit & 1:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
-    def _replace(self, short: int, held: int) -> None:
-        if held:
-            self._holders[short] = self._share(held)
-        else:
-            del self._holders[short]
+    def _write(self, worker_id: str, blocks: Iterable[tuple[bytes, int]]) -> None:
+        slot = self._slots[worker_id]
+        shift, others = 2 * slot, ~(_BOTH << 2 * slot)
+        table, shards, room = self._table, self._table.shards, self._table.room
+        young, old = table.young, table.old
+        known, known_bits, after, gain, gained = 0, 0, 0, 0, 0
+        for key, bits in blocks:
+            short = int.from_bytes(key[:SHORT], "little")
+            shard = short % shards
+            generation = young[shard]
+            before = generation.get(short)
+            if before is None:
+                before = old[shard].pop(short, 0)
+            if before is not known or bits != known_bits:
+                known, known_bits = before, bits
+                after = self._share(before & others | bits << shift)
+                gain = (bits & _TARGET) - (before >> shift & _TARGET)
+            gained += gain
+            if after:
+                generation[short] = after
+                if len(generation) >= room:
+                    table.turn(shard)
+            else:
+                generation.pop(short, None)
+        self._counts[slot] += gained
 
-    def _forget(self, short: int) -> None:
-        for bit in _bits(self._holders.pop(short) & self._live):
-            if bit % 2 == 0:
-                self._counts[bit >> 1] -= 1
+    def _uncount(self, forgotten: Counter[int]) -> None:
+        for held, times in forgotten.items():
+            for bit in _bits(held & self._live):
+                if bit % 2 == 0:
+                    self._counts[bit >> 1] -= times
 
     def _share(self, held: int) -> int:
         if len(self._shared) > _MAX_SHARED_MASKS:
             self._shared.clear()
         return self._shared.setdefault(held, held)
-
-
-class _Sweep:
-    """One pass over the keys that existed when it began; the slots become free when it ends."""
-
-    def __init__(self, keys: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        self.slots = slots
-        self.mask = sum(_BOTH << 2 * slot for slot in slots)
-        self._left = len(keys)
-        self._keys = iter(keys)
-
-    @property
-    def done(self) -> bool:
-        return self._left == 0
-
-    def take(self, budget: int) -> Iterator[int]:
-        self._left -= min(budget, self._left)
-        return islice(self._keys, budget)
-
-
-def _short(key: bytes) -> int:
-    # 64 bits tell the blocks of a cluster apart well enough for a hint, at a third of the memory of the whole digest.
-    return int.from_bytes(key[:8], "little")
 
 
 def _bits(mask: int) -> Iterator[int]:

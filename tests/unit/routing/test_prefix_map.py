@@ -1,5 +1,6 @@
 """The prefix map against a plain model of sets, its cap, and its workers' comings and goings."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from cluster.routing.prefix_map import Depth, PrefixMap
 from tests.unit.routing.builders import chain, states
 
 LONG = chain(*range(40))
+LONGER = chain(*range(400))
 
 
 def test_depths_are_exact_for_each_worker_and_pool() -> None:
@@ -77,7 +79,39 @@ def test_leaves_go_before_their_roots() -> None:
     prefixes.reset("a")
     prefixes.store("a", states(chain(*range(8))))
     prefixes.store("a", states(chain("x", 1, 2, 3, 4)))
-    assert prefixes.depths(chain(*range(8))) == {"a": Depth(5, 0)}
+    assert prefixes.depths(chain(*range(8))) == {"a": Depth(3, 0)}, "one generation of five went"
+
+
+def test_memory_stays_flat_under_churn() -> None:
+    """Blocks come and go ten times as many as there is room for; dicts kept in order of use would grow by half."""
+    prefixes = PrefixMap(max_blocks=20_000)
+    prefixes.reset("a")
+
+    def churn(rounds: range) -> int:
+        sizes = []
+        for number in rounds:
+            keys = chain(number, *range(99))
+            prefixes.store("a", states(keys))
+            prefixes.remove("a", keys[50:])
+            sizes.append(sum(map(sys.getsizeof, (*prefixes._table.young, *prefixes._table.old))))
+        return max(sizes)
+
+    early = churn(range(1000))
+    assert churn(range(1000, 3000)) <= early
+    assert len(prefixes) <= 20_000
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=90))
+def test_a_survey_is_refined_to_the_exact_depth(depths: list[tuple[int, int]]) -> None:
+    prefixes = PrefixMap()
+    for worker, (target, draft) in enumerate(depths):
+        prefixes.reset(f"w{worker}")
+        prefixes.store(f"w{worker}", states(LONGER, target, draft))
+    exact = prefixes.depths(LONGER)
+    rough, slack = prefixes.survey(LONGER)
+    assert rough.keys() == exact.keys()
+    assert {name: prefixes.refine(name, LONGER, depth, slack) for name, depth in rough.items()} == exact
+    assert slack <= len(LONGER) // 32 + 1
 
 
 NAMES = ("a", "b", "c")

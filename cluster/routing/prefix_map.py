@@ -11,12 +11,14 @@ The picture is a hint: a wrong entry costs time, never a token. Owned by `cluste
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cluster.core.frontier import BlockState
-from cluster.routing.block_table import SHORT, BlockTable
+from cluster.routing.block_table import BlockTable
+from cluster.routing.packed_keys import KEPT, SHORT_MASK, words
 
 _TARGET, _DRAFT, _BOTH = 1, 2, 3
 _MAX_SHARED_MASKS = 65_536
@@ -160,7 +162,7 @@ class PrefixMap:
         if not keys:
             return []
         young, old, shards = self._table.young, self._table.old, self._table.shards
-        last = len(keys) - 1
+        numbers, last = words(keys), len(keys) - 1
         first = self._table.get(keys[0]) & self._live
         to_the_end = self._table.get(keys[last]) & first
         found = [(last, last + 1, to_the_end)] if to_the_end else []
@@ -173,7 +175,7 @@ class PrefixMap:
                 if middle == low:
                     found.append(stretch)
                     continue
-                short = int.from_bytes(keys[middle][:SHORT], "little")
+                short = numbers[middle] & SHORT_MASK
                 shard = short % shards
                 deeper = (young[shard].get(short) or old[shard].get(short, 0)) & bits
                 if deeper:
@@ -218,7 +220,7 @@ class PrefixMap:
         young, old = table.young, table.old
         known, known_bits, after, gain, gained = 0, 0, 0, 0, 0
         for key, bits in blocks:
-            short = int.from_bytes(key[:SHORT], "little")
+            short = int.from_bytes(key[:KEPT], sys.byteorder) & SHORT_MASK
             shard = short % shards
             generation = young[shard]
             before = generation.get(short)

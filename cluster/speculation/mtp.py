@@ -132,7 +132,7 @@ class MtpDrafter:
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         if self._kv is None:
             raise RuntimeError("no pool is attached")
-        within = [self._within(checked(task, self.shape)) for task in tasks]
+        within = [self._within(task) for task in tasks]
         states = [self._states(task) for task in within]
         rows = [self._rows(task, *given) for task, given in zip(within, states, strict=True)]
         for task, (first, hidden) in zip(within, states, strict=True):
@@ -143,9 +143,12 @@ class MtpDrafter:
         return [NO_DRAFTS if each is None else Drafts.chain(each.drafts) for each in rows]
 
     def _within(self, task: DraftTask) -> DraftTask:
-        """Nothing is drafted where the slot of the last known state lies past the layers' last position."""
-        limit = self.shape.max_positions
-        return task if limit is None or len(task.tokens) - 1 <= limit else replace(task, k=0)
+        """Nothing is drafted while there are no more tokens than layers, nor where the slot of the last known state
+        lies past the layers' last position."""
+        known, limit = len(task.tokens), self.shape.max_positions
+        if not self.shape.real_slots(known) or (limit is not None and known - 1 > limit):
+            task = replace(task, k=0)
+        return checked(task, self.shape)
 
     def _states(self, task: DraftTask) -> tuple[int, Tensor]:
         """A position, and the target's states [m, H] from there on: what was kept, and what this step computed."""

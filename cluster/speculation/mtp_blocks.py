@@ -69,6 +69,11 @@ def load_blocks(folder: Path, config: Any, tensors: Mapping[str, Tensor], layers
     `sliding`: the family's MTP layers slide where its configuration doesn't say. Raises ModelLoadError for tensors that
     are missing or have another shape.
     """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(
+            f"{folder}/config.json names model_type {config.model_type}, of which transformers has no causal language "
+            "model: use another speculation method."
+        )
     small = _as_mtp(config, layers, sparse=any(".experts." in name for name in tensors), sliding=sliding)
     dtype = next(iter(tensors.values())).dtype
     try:

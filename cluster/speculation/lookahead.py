@@ -45,7 +45,7 @@ class _PerLayer(Enum):
 @dataclass(frozen=True, slots=True)
 class _Row:
     """`span` is None if the method has no draft KV, or if its span isn't established: never guess 0. `trees`: whether
-    its draft is a head that is fed its own output, from which trees can grow."""
+    its draft is heads over the target's states, from which trees can grow."""
 
     has_draft_kv: bool
     span: int | _PerLayer | None
@@ -70,7 +70,7 @@ _TABLE = {
     SpeculationMethod.MTP_EAGLE: _Row(True, 1, True, DraftFolder.OPTIONAL, trees=True),
     # Layer k of a slot looks one token further ahead than layer k-1.
     SpeculationMethod.MTP: _Row(True, _PerLayer.SPAN, True, DraftFolder.OPTIONAL),
-    SpeculationMethod.MEDUSA: _Row(False, None, True, DraftFolder.REQUIRED),
+    SpeculationMethod.MEDUSA: _Row(False, None, True, DraftFolder.REQUIRED, trees=True),
 }
 
 

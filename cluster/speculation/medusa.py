@@ -2,14 +2,15 @@
 
 The target's newest known token t was sampled from state H of the token before it. Head j was trained to guess, from H,
 the token j + 1 places after t, so the first head yields the first draft. All heads read that one state: drafts don't
-depend on each other but through penalties. No KV, so nothing is written, and reuse is that of the target alone. Built
-by the factory, called by the step loop.
+depend on each other but through penalties, and in a tree all nodes of a level have the same children. No KV, so nothing
+is written, and reuse is that of the target alone. Built by the factory, called by the step loop.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,15 +20,17 @@ from torch.nn.functional import silu
 
 from cluster.core.batch_plan import DraftShape
 from cluster.core.drafts import Drafts
+from cluster.engine.batch import PagedRow
 from cluster.engine.kv_tensors import KvLayout, KvTensors
 from cluster.engine.sampler import Sampler
 from cluster.errors import ModelLoadError
-from cluster.speculation.chain import Chain, DraftChooser
+from cluster.speculation.chain import Chain, DraftChooser, draft_chains
 from cluster.speculation.draft_folder import read_draft_config
 from cluster.speculation.draft_tensors import fill, read_draft_tensors
 from cluster.speculation.lookahead import SpeculationMethod, coupling_of, draft_kv_lookahead
 from cluster.speculation.protocol import DraftTask, LayerKeysValues
 from cluster.speculation.source import DraftSource
+from cluster.speculation.tree import TreeShape, draft_trees
 
 _WHAT = "Medusa heads"
 # {head}.{layer}.linear.weight and .bias, {head}.{layers}.weight; some files put a name in front.
@@ -106,20 +109,26 @@ def build_medusa(source: DraftSource) -> MedusaDrafter:
     heads = MedusaHeads.load(source.folder, target.dtype, source.config.allow_pickle)
     source.check_hidden(_WHAT, heads.hidden_size, (target.num_layers,))
     source.check_rows(heads.vocab_size)
-    return MedusaDrafter(heads.to(target.device), target.num_layers, source.sampler, source.max_drafts)
+    return MedusaDrafter(heads.to(target.device), target.num_layers, source.sampler, source.max_drafts, source.tree)
 
 
 class MedusaDrafter:
-    """`hidden_layer` is the target's last hidden state, after its final norm. `sampler` is the target's."""
+    """`hidden_layer` is the target's last hidden state, after its final norm. `sampler` is the target's.
+
+    Drafts are chains of at most `max_drafts` tokens, or trees of that depth where `tree` says how wide they are.
+    """
 
     method = SpeculationMethod.MEDUSA
     kv_layout: KvLayout | None = None
 
-    def __init__(self, heads: MedusaHeads, hidden_layer: int, sampler: Sampler, max_drafts: int) -> None:
+    def __init__(
+        self, heads: MedusaHeads, hidden_layer: int, sampler: Sampler, max_drafts: int, tree: TreeShape | None = None
+    ) -> None:
         self.hidden_layers = (hidden_layer,)
         most = min(max_drafts, len(heads))
         self.shape = DraftShape(coupling_of(self.method), draft_kv_lookahead(self.method), most)
         self._heads = heads
+        self._tree = tree
         self._chooser = DraftChooser(sampler)
 
     def attach(self, kv: KvTensors) -> None:
@@ -128,25 +137,47 @@ class MedusaDrafter:
     @torch.inference_mode()
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """Raises ValueError for a task whose newest state is missing."""
-        chains = [Chain(task, min(task.k, self.shape.max_draft_tokens)) for task in tasks]
-        going = [chain for chain in chains if chain.width]
-        if going:
-            states = torch.stack([_newest_state(chain.task) for chain in going])
-            for place, chain in enumerate(going):
-                chain.place = place
-            for logits in self._heads.logits(states, max(chain.width for chain in going)):
-                rows = logits[[chain.place for chain in going]]
-                chosen = self._chooser.choose(rows, [c.task for c in going], [c.drafts for c in going])
-                going = [chain for chain, token in zip(going, chosen, strict=True) if chain.add(token)]
-                if not going:
-                    break
-        return [Drafts.chain(chain.drafts) for chain in chains]
+        asked = [_over_newest(task, self.shape.max_draft_tokens) for task in tasks]
+        passes = _Heads(self._heads)
+        if self._tree is None:
+            return draft_chains(asked, self.shape, self._chooser, passes)
+        return draft_trees(asked, self.shape, self._tree, self._chooser, passes)
 
     def forget(self, request_id: str) -> None:
         """Nothing is remembered about a request."""
 
     def recompute(self, tokens: Sequence[int], hidden: Tensor | None) -> list[LayerKeysValues]:
         return []
+
+
+def _over_newest(task: DraftTask, most: int) -> DraftTask:
+    """The task as chains and trees take it, where what is fed first is the newest token alone."""
+    known = len(task.tokens)
+    return replace(task, k=min(task.k, most), start=known - 1, end=known) if task.k else task
+
+
+class _Heads:
+    """One pass for each head, of which only the first computes anything from a state: all read the same."""
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self._heads = heads
+        self._logits: list[Tensor] = []
+        self._depth = 0
+        self._tasks: list[int] = []
+
+    def begin(self, tasks: Sequence[DraftTask], drafting: Sequence[int]) -> Tensor:
+        states = torch.stack([_newest_state(tasks[place]) for place in drafting])
+        self._logits = self._heads.logits(states, max(tasks[place].k for place in drafting))
+        self._tasks = list(range(len(drafting)))
+        return self._logits[0]
+
+    def feed(self, chains: Sequence[Chain]) -> Tensor:
+        return self._logits[len(chains[0].drafts)][[chain.place for chain in chains]]
+
+    def grow(self, rows: Sequence[PagedRow], parents: Sequence[int]) -> Tensor:
+        self._depth += 1
+        self._tasks = [self._tasks[parent] for parent in parents]
+        return self._logits[self._depth][self._tasks]
 
 
 def _newest_state(task: DraftTask) -> Tensor:

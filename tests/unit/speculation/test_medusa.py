@@ -27,9 +27,17 @@ HOT = SamplingParams(max_tokens=9, temperature=2.5, presence_penalty=0.5)
 SEED = 11
 
 
-def load(folder: Path = TINY_MEDUSA, drafts: int = 2, allow_pickle: bool = False) -> MedusaDrafter:
+def load(
+    folder: Path = TINY_MEDUSA, drafts: int = 2, allow_pickle: bool = False, tree: tuple[int, int] = (1, 60)
+) -> MedusaDrafter:
     config = EngineConfig(
-        TINY_TARGET, folder, SpeculationMethod.MEDUSA, num_speculative_tokens=drafts, allow_pickle=allow_pickle
+        TINY_TARGET,
+        folder,
+        SpeculationMethod.MEDUSA,
+        num_speculative_tokens=drafts,
+        allow_pickle=allow_pickle,
+        tree_top_k=tree[0],
+        tree_total_tokens=tree[1],
     )
     drafter = load_drafter(config, target(), Sampler(2048))
     assert isinstance(drafter, MedusaDrafter)
@@ -112,6 +120,30 @@ def test_what_was_reused_or_batched_makes_no_difference() -> None:
     assert drafter.propose([tasks[0], chunk, *tasks[1:], one]) == [
         alone[0], NO_DRAFTS, *alone[1:], alone[0].first(1),
     ]  # fmt: skip
+
+
+def test_a_tree_holds_the_likeliest_paths_through_the_heads() -> None:
+    drafter = load(tree=(3, 7))
+    for ids in prompts(4, 20, 60):
+        drafts = drafter.propose([task(drafter, ids, GREEDY)])[0]
+        first, second = (
+            logits[0].log_softmax(-1).topk(3)
+            for logits in drafter._heads.logits(states(drafter, ids)[-2:-1], 2)  # type: ignore[index]
+        )
+        paths = {(token,): score for token, score in zip(first.indices.tolist(), first.values.tolist(), strict=True)}
+        for token, score in zip(second.indices.tolist(), second.values.tolist(), strict=True):
+            paths |= {(*path, token): paths[path] + score for path in [path for path in paths if len(path) == 1]}
+        best = sorted(paths, key=lambda path: -paths[path])[:7]
+        assert {tuple(drafts.tokens[node] for node in drafts.path(end)) for end in range(len(drafts))} == set(best)
+
+
+def test_trees_of_a_batch_are_those_of_each_alone() -> None:
+    drafter, sequences = load(tree=(2, 5)), prompts(4, 20, 60)
+    alone = [drafter.propose([task(drafter, ids, HOT)])[0] for ids in sequences]
+    shallow = drafter.propose([task(drafter, sequences[0], HOT, k=1)])[0]
+    assert shallow.depth == 1 < max(drafts.depth for drafts in alone)
+    tasks = [task(drafter, sequences[0], HOT, k=1), *(task(drafter, ids, HOT) for ids in sequences)]
+    assert drafter.propose(tasks) == [shallow, *alone]
 
 
 def test_a_task_without_the_newest_state_breaks_the_contract() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cluster.speculation.lookahead import drafts_trees
+from cluster.speculation.lookahead import drafts_trees, has_draft_kv
 from cluster.speculation.recurrent import RecurrentDrafter
 from cluster.speculation.tree import TreeShape
 from tests.support.plain_attention import WholeSequence
@@ -20,7 +20,7 @@ from tests.unit.speculation.drafting import (
     states,
 )
 
-TREE_METHODS = [method for method in FOLDERS if drafts_trees(method)]
+TREE_METHODS = [method for method in FOLDERS if drafts_trees(method) and has_draft_kv(method)]
 TREE = TreeShape(3, 14)
 DEPTH = 4
 

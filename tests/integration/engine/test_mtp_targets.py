@@ -16,7 +16,7 @@ from tests.unit.speculation.mtp_checkpoints import FAMILIES, VOCAB, build
 
 PROMPTS = [tuple(ids) for ids in torch.randint(VOCAB, (3, 17), generator=torch.Generator().manual_seed(4)).tolist()]
 SAMPLING = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-UNSERVED = ("mimo", "qwen3_next")
+UNSERVED = ("mimo", "qwen3_5", "qwen3_next")
 """Families whose targets transformers lacks or the gate refuses: their layers draft for another target."""
 METHODS = (SpeculationMethod.MTP, SpeculationMethod.MTP_EAGLE)
 

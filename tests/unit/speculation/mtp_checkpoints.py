@@ -59,6 +59,17 @@ def _deepseek(k: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def _step(name: str) -> str:
+    return name.replace(".shared_head.", ".transformer.shared_head.").replace(".head.", ".output.")
+
+
+def _qwen(k: int) -> dict[str, str]:
+    return {
+        "enorm": "mtp.pre_fc_norm_embedding.weight", "hnorm": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj": "mtp.fc.weight", "norm": "mtp.norm.weight",
+    }  # fmt: skip
+
+
 FAMILIES = {
     "deepseek_v3": Family(
         "deepseek_v3", {**_EXPERTS, **_DEEPSEEK, **_MLA}, _deepseek, lambda k: f"model.layers.{TARGET + k}.",
@@ -67,13 +78,24 @@ FAMILIES = {
         "glm4_moe", {**_EXPERTS, **_DEEPSEEK, "head_dim": 8}, _deepseek, lambda k: f"model.layers.{TARGET + k}.",
         own_head=True,
     ),
+    "glm4_moe_lite": Family(
+        "glm4_moe_lite", {**_EXPERTS, **_DEEPSEEK, **_MLA}, _deepseek, lambda k: f"model.layers.{TARGET + k}.",
+        types=lambda layers: {"mlp_layer_types": ["dense", *["sparse"] * (layers - 1)]},
+    ),
+    "step3p5": Family(  # transformers has its layers, but no causal language model of them: the names, around another's
+        "qwen2", {}, lambda k: {common: _step(name) for common, name in _deepseek(k).items() if common != "embedding"},
+        lambda k: f"model.layers.{TARGET + k}.",
+        own_head=True,
+    ),
+    "qwen3_5": Family(
+        "qwen3_5_text", {"head_dim": 8}, _qwen, lambda k: f"mtp.layers.{k}.",
+        shared=True,
+        types=lambda layers: {"layer_types": ["full_attention"] * layers},
+    ),
     "qwen3_next": Family(
         "qwen3_next",
         {**_EXPERTS, "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16},
-        lambda k: {
-            "enorm": "mtp.pre_fc_norm_embedding.weight", "hnorm": "mtp.pre_fc_norm_hidden.weight",
-            "eh_proj": "mtp.fc.weight", "norm": "mtp.norm.weight",
-        },
+        _qwen,
         lambda k: f"mtp.layers.{k}.",
         shared=True,
         types=lambda layers: {"layer_types": ["full_attention"] * layers},

@@ -109,3 +109,13 @@ def test_an_unknown_architecture_is_refused_and_its_code_never_run(deepseek: Che
     (deepseek.folder / "evil.py").write_text("raise SystemExit('ran')")
     with pytest.raises(ModelLoadError, match="names model_type never_heard_of"):
         load(deepseek)
+
+
+def test_an_architecture_that_transformers_has_no_causal_model_of_is_named(tmp_path: Path) -> None:
+    made = build("step3p5", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("pad_token_id", "layer_types"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "step3p5"}))
+    with pytest.raises(ModelLoadError, match=r"names model_type step3p5.*: use another speculation method\."):
+        load(made)

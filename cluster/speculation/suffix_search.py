@@ -20,6 +20,8 @@ Places = npt.NDArray[np.intp]
 
 _BOUNDARY = -1
 """Stands between two texts; no token has this id."""
+# Of a suffix that stood at more places, the last ones are counted.
+_MOST_COUNTED = 1024
 # For factors such as 0.1, whose multiples fall just short of a whole number.
 _ROUNDING = 1e-6
 
@@ -104,7 +106,7 @@ class SuffixRule:
             if limit <= best.score or len(places) == before:
                 continue
             before = len(places)
-            found = self._follow(tokens, places, limit)
+            found = self._follow(tokens, places[-_MOST_COUNTED:], limit)
             if found.score > best.score:
                 best = found
         return best

@@ -2,7 +2,8 @@
 
     {prefix}:workers          set      ids of the workers that registered
     {prefix}:worker:<id>      string   WorkerInfo as JSON; expires with the worker's lease
-    {prefix}:anchor:<key>     string   holders of one anchor block, 24 bytes each; expires when not refreshed
+    {prefix}:anchor:<key>     string   holders of one anchor block, 24 bytes each; expires when not refreshed. The key
+                                       is 8 bytes of the block's
 
 An anchor is every n-th block of a prompt's chain. Its holders are records of (worker tag, epoch, target depth, draft
 depth): the depths in blocks, up to this anchor, that the worker's pools are known to hold. So one MGET over a
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
+from cluster.routing.packed_keys import KEPT
 from cluster.routing.types import WorkerInfo
 
 _HOLDER = struct.Struct("<QQII")
@@ -57,7 +59,7 @@ class Schema:
         return f"{{{self.prefix}}}:worker:{worker_id}"
 
     def anchor_key(self, block_key: bytes) -> str:
-        return f"{{{self.prefix}}}:anchor:{block_key.hex()}"
+        return f"{{{self.prefix}}}:anchor:{block_key[:KEPT].hex()}"
 
     def is_anchor(self, block_index: int) -> bool:
         return (block_index + 1) % self.anchor_every == 0

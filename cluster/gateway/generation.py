@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -46,7 +46,7 @@ class Job:
     tenant_salt: bytes
     speculate: bool
     reuse: bool
-    keys: tuple[bytes, ...]
+    keys: Sequence[bytes]
     arrived: float
     deadline: float | None
     """Both in seconds of this process's monotonic clock."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from cluster.core.keys import ReuseScope, raw_block_keys
 from cluster.engine.tokenizer import Tokenizer
 from cluster.gateway.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.routing.packed_keys import PackedKeys
 from cluster.routing.types import ModelCard
 
 
@@ -23,7 +24,7 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
             return tuple(tokenizer.encode_chat([{"role": each.role, "content": each.content} for each in messages]))
 
 
-def routing_keys(card: ModelCard, tokens: Sequence[int], tenant_salt: bytes) -> tuple[bytes, ...]:
+def routing_keys(card: ModelCard, tokens: Sequence[int], tenant_salt: bytes) -> PackedKeys:
     """Raw keys of the full blocks of `tokens`, in order."""
     scope = ReuseScope(
         model=card.fingerprint,
@@ -33,4 +34,4 @@ def routing_keys(card: ModelCard, tokens: Sequence[int], tenant_salt: bytes) -> 
         block_size=card.block_size,
         tenant_salt=tenant_salt,
     )
-    return tuple(raw_block_keys(scope, tokens))
+    return PackedKeys.of(raw_block_keys(scope, tokens))

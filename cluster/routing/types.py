@@ -6,6 +6,7 @@ Used by the gateway (asks), the router (answers), the actors (carry) and the dir
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.core.frontier import Frontier
@@ -119,8 +120,8 @@ class DispatchQuery:
 
     request_id: str
     model: str
-    keys: tuple[bytes, ...]
-    """Raw keys of the prompt's full blocks, in order."""
+    keys: Sequence[bytes]
+    """Raw keys of the prompt's full blocks, in order; as `PackedKeys` from a gateway."""
     n_tokens: int
     max_tokens: int
     block_size: int

@@ -17,6 +17,7 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, StaleEpoch, TandemE
 from cluster.gateway.auth import Tenants, digest_of
 from cluster.gateway.served import ServedModel
 from cluster.gateway.worker_client import WorkerClients
+from cluster.routing.packed_keys import PackedKeys
 from cluster.routing.types import Placement
 from cluster.rpc._generated.tandem.internal.v1 import worker_pb2
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
@@ -288,6 +289,6 @@ async def test_routing_keys_are_the_keys_that_the_worker_reports(stack: Stack, l
     prompt = list(range(400, 464))
     await collect(stack.client.generate(prompt, max_tokens=2, temperature=0))
     changes = await loop.call(lambda engine: engine.drain_changes())
-    stored = {block.key for block in changes.stored}
+    stored = set(PackedKeys.of(block.key for block in changes.stored))
     assert len(stack.dispatcher.queries[-1].keys) == 4
     assert set(stack.dispatcher.queries[-1].keys) <= stored

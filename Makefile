@@ -59,7 +59,7 @@ bench: $(VENV)/.base $(VENV)/.weights  ## measure the engine against transformer
 # torch; speculators' models need no companion of torch either.
 PEERS       := .peers
 
-peers: $(PEERS)/vllm/.ready $(PEERS)/sglang/.ready $(PEERS)/speculators/.ready  ## install what benchmarks and tests compare with (6 GB)
+peers: $(PEERS)/vllm/.ready $(PEERS)/sglang/.ready $(PEERS)/speculators/.ready $(PEERS)/dynamo/.ready  ## install what benchmarks and tests compare with (6 GB)
 
 $(PEERS)/vllm/.ready: cluster/bench/peer_scripts/vllm-requirements.txt
 	$(PYTHON) -m venv $(PEERS)/vllm
@@ -82,6 +82,12 @@ $(PEERS)/speculators/.ready: cluster/bench/peer_scripts/speculators-requirements
 	$(PEERS)/speculators/bin/python -m pip install --quiet 'transformers==5.19.0' 'hs-connectors==0.9.0' 'datasets==5.1.0' openai loguru \
 		pydantic-settings protobuf psutil rich typer httpx numpy
 	$(PEERS)/speculators/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
+# The binding of Dynamo's router needs nothing beside it.
+$(PEERS)/dynamo/.ready: cluster/bench/peer_scripts/dynamo-requirements.txt
+	$(PYTHON) -m venv $(PEERS)/dynamo
+	$(PEERS)/dynamo/bin/python -m pip install --quiet --no-deps --requirement $<
 	@touch $@
 
 # --- checking ---------------------------------------------------------------------------------------------------

@@ -104,6 +104,33 @@ def core(
 
 
 @bench.command()
+def router(
+    peers: Annotated[Path, typer.Option(metavar="DIR", help="Environments of the peers: DIR/dynamo.")] = Path(".peers"),
+    rounds: Annotated[int, typer.Option(min=10, max=1_000_000, help="Decisions of each measurement.")] = 2000,
+    blocks: Annotated[
+        int, typer.Option(min=1000, max=100_000_000, help="Blocks in the map when its memory is measured.")
+    ] = 400_000,
+    actor: Annotated[bool, typer.Option(help="Measure the scheduler's Ray actor as well.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """What placing a request costs, against Dynamo's and Ray Serve's prefix trees."""
+    from cluster.bench.router import run_router_bench
+    from cluster.cli.render import figures_table
+
+    console = Console(highlight=False)
+    with console.status("measuring the router") as status:
+        figures = run_router_bench(peers, rounds, blocks, console.print)
+        if actor:
+            from actors.router_load import run_actor_bench
+
+            status.update("measuring the scheduler's actor")
+            figures |= run_actor_bench(rounds)
+    console.print(figures_table(figures, "Wall time of one thread; vs_<peer> is our whole decision over their lookup"))
+    if json_file:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+@bench.command()
 def route(
     workload: Annotated[
         list[str] | None, typer.Option(help="Workload to run; repeatable. Default: all, those of --traces included.")

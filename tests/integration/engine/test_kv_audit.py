@@ -45,7 +45,7 @@ def by_pool(results: list[PoolAudit]) -> dict[str, PoolAudit]:
 def test_published_kv_is_what_one_forward_computes(method: SpeculationMethod, chunk: int | None, tight: bool) -> None:
     kv_bytes = 72 * 4 * 2560 if tight else 4 << 20
     engine = make_engine(method, chunk=chunk, kv_bytes=kv_bytes, block_size=4)
-    sequences = run_schedule(engine, seed=chunk or 0)
+    sequences = run_schedule(engine, seed=chunk or 3)
     assert (engine.stats().preemptions > 0) == tight
     results = engine.audit(sequences)
     expected = {"target", "draft"} if has_draft_kv(method) else {"target"}

@@ -27,9 +27,27 @@ class Eligibility:
         if self._seen != self._leases.version or now > self._until:
             self._look(workers, now)
         alive = self._alive.get(query.model, [])
-        if query.exclude:
-            return [worker for worker in alive if worker.worker_id not in query.exclude]
+        if query.exclude or query.worker_id:
+            return [worker for worker in alive if _wanted(query, worker)]
         return alive
+
+    def reasons(
+        self, query: DispatchQuery, workers: Iterable[WorkerState], alive: Sequence[WorkerState], now: float
+    ) -> dict[str, str]:
+        """Why each of the other workers may not take the request."""
+        able = {worker.worker_id for worker in alive}
+        return {
+            worker.worker_id: self._reason(query, worker, now) for worker in workers if worker.worker_id not in able
+        }
+
+    def _reason(self, query: DispatchQuery, worker: WorkerState, now: float) -> str:
+        if worker.info.model.name != query.model:
+            return f"serves {worker.info.model.name}"
+        if worker.worker_id in query.exclude:
+            return "just failed this request"
+        if not _wanted(query, worker):
+            return f"the request names {query.worker_id}"
+        return f"is {self._leases.state(worker.worker_id, now)}"
 
     def _look(self, workers: Iterable[WorkerState], now: float) -> None:
         live, self._alive = self._leases.live(now), {}
@@ -37,3 +55,7 @@ class Eligibility:
             if worker.worker_id in live:
                 self._alive.setdefault(worker.info.model.name, []).append(worker)
         self._seen, self._until = self._leases.version, self._leases.first_end(now)
+
+
+def _wanted(query: DispatchQuery, worker: WorkerState) -> bool:
+    return worker.worker_id not in query.exclude and query.worker_id in ("", worker.worker_id)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from cluster.core.frontier import FrontierReport
 from cluster.errors import ConfigError, StaleEpoch
+from cluster.routing.decisions import Decision, Decisions, Explanation
 from cluster.routing.eligibility import Eligibility
 from cluster.routing.health import Leases
 from cluster.routing.policy import (
@@ -28,7 +29,7 @@ from cluster.routing.policy import (
     prefill_ms,
     prefill_weight,
 )
-from cluster.routing.prefix_map import NOTHING, Depth, PrefixMap
+from cluster.routing.prefix_map import NOTHING, Depth, PrefixMap, Survey
 from cluster.routing.promises import Promises
 from cluster.routing.report_order import ReportOrder, Verdict
 from cluster.routing.reservations import Work
@@ -70,6 +71,7 @@ class Router:
         self._leases = Leases(limits.lease_s)
         self._eligibility = Eligibility(self._leases)
         self._promises = Promises()
+        self._decisions = Decisions()
         self._workers: dict[str, WorkerState] = {}
         self._reserved: deque[tuple[float, WorkerState]] = deque()
         """When reservations end that aren't confirmed by then, in order of time."""
@@ -155,15 +157,21 @@ class Router:
         self._end_reservations(now)
         up = self._eligibility.alive(query, self._workers.values(), now)
         if not up:
+            self._decided(query, now, up, (), 1.0, None)
             return self._nobody(query)
-        depths = self._depths(query, now, hints or {}) if query.reuse else {}
+        depths, slack = self._depths(query, now, hints or {}) if query.reuse else Survey({}, 0)
         weight = prefill_weight(query, mean_backlog_ms(up, now), self._costs)
         few = shortlist(query, up, depths, weight * self._costs.target_token_ms, now, self._rng)
-        candidates = [worker.candidate(depths.get(worker.worker_id, NOTHING), now) for worker in few]
+        candidates = [self._candidate(worker, query, depths, slack, now) for worker in few]
         chosen = choose(query, candidates, self._costs, self._rng, weight)
+        self._decided(query, now, up, candidates, weight, chosen)
         if chosen is None:
             return self._full(up)
         return self._reserve(query, chosen, now)
+
+    def explain(self, request_id: str, tenant: str, now: float) -> tuple[Explanation, ...]:
+        """How a request of that tenant was placed, one explanation for each attempt; empty if that is forgotten."""
+        return tuple(decision.explain(self._costs, now) for decision in self._decisions.find(request_id, tenant))
 
     def status(self, now: float) -> list[WorkerStatus]:
         return [
@@ -199,8 +207,8 @@ class Router:
         while self._reserved and self._reserved[0][0] <= now:
             self._reserved.popleft()[1].expire(now)
 
-    def _depths(self, query: DispatchQuery, now: float, hints: Hints) -> dict[str, Depth]:
-        depths = self.map.depths(query.keys)
+    def _depths(self, query: DispatchQuery, now: float, hints: Hints) -> Survey:
+        depths, slack = self.map.survey(query.keys)
         for worker_id, promised in self._promises.depths(query.keys, now).items():
             known = depths.get(worker_id, NOTHING)
             depths[worker_id] = Depth(max(known.target, promised.target), max(known.draft, promised.draft))
@@ -209,7 +217,28 @@ class Router:
             if worker is not None and not worker.order.complete:
                 known = depths.get(worker_id, NOTHING)
                 depths[worker_id] = Depth(max(known.target, hint.target), max(known.draft, hint.draft))
-        return depths
+        return Survey(depths, slack)
+
+    def _candidate(
+        self, worker: WorkerState, query: DispatchQuery, depths: Mapping[str, Depth], slack: int, now: float
+    ) -> Candidate:
+        rough = depths.get(worker.worker_id, NOTHING)
+        return worker.candidate(self.map.refine(worker.worker_id, query.keys, rough, slack), now)
+
+    def _decided(
+        self,
+        query: DispatchQuery,
+        now: float,
+        up: Sequence[WorkerState],
+        candidates: Sequence[Candidate],
+        weight: float,
+        chosen: Candidate | None,
+    ) -> None:
+        passed_over = {worker.worker_id: "full" for worker in up if worker.in_flight >= worker.capacity}
+        if len(up) < len(self._workers):
+            passed_over |= self._eligibility.reasons(query, self._workers.values(), up, now)
+        name = None if chosen is None else chosen.info.worker_id
+        self._decisions.add(Decision(query, now, tuple(candidates), weight, name, passed_over))
 
     def _reserve(self, query: DispatchQuery, chosen: Candidate, now: float) -> Placement:
         info = chosen.info
@@ -225,6 +254,11 @@ class Router:
         return Placement(info.worker_id, info.epoch, info.address, expected_frontier(query, info, chosen.depth))
 
     def _nobody(self, query: DispatchQuery) -> Refusal:
+        if query.worker_id:
+            reason = (
+                f"worker_id is {query.worker_id}, but no worker of that name can take a request now: leave it unset."
+            )
+            return Refusal(reason, retry_after_s=self._limits.lease_s, saturated=False)
         reason = f"no worker serving {query.model} is alive; try again in a few seconds."
         return Refusal(reason, retry_after_s=self._limits.lease_s, saturated=False)
 

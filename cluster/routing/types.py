@@ -129,6 +129,10 @@ class DispatchQuery:
     reuse: bool = True
     exclude: frozenset[str] = field(default_factory=frozenset)
     """Workers that just failed this request."""
+    worker_id: str = ""
+    """The only worker that may take it; empty: any."""
+    tenant: str = ""
+    """Whose request it is: only they are told how it was placed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from cluster.engine.batch import PackedBatch, PagedRow, ancestor_mask, pack
 from cluster.engine.kv_tensors import KvTensors
 from cluster.engine.output import RequestOutput, Taken
 from cluster.engine.runner import PagedModel
-from cluster.engine.sampler import Sampler, SampleRow, TokenLogprobs
+from cluster.engine.sampler import Sampler
+from cluster.engine.verification import RowWalk, walk_rows
 from cluster.speculation.protocol import Drafter, DraftTask
-from cluster.speculation.verify import verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +107,8 @@ class StepRunner:
     def _verify(
         self, rows: Sequence[RowPlan], logits: Tensor, outputs: Mapping[str, RequestOutput]
     ) -> list[RowOutcome]:
-        asked = [
-            _sample_row(row, outputs[row.request.request_id], node)
-            for row in rows
-            if row.needs_logits
-            for node in (None, *range(row.num_drafts))
-        ]
-        result = self._sampler.sample(logits, asked)
-        outcomes, at = [], 0
-        for row in rows:
-            if not row.needs_logits:
-                outcomes.append(RowOutcome(row))
-                continue
-            end = at + row.num_drafts + 1
-            outcomes.append(
-                _judge(row, result.tokens[at:end], result.logprobs[at:end], outputs[row.request.request_id])
-            )
-            at = end
-        return outcomes
+        walks = iter(walk_rows([row for row in rows if row.needs_logits], logits, outputs, self._sampler))
+        return [_judge(next(walks)) if row.needs_logits else RowOutcome(row) for row in rows]
 
     def _line_up(self, outcomes: Sequence[RowOutcome]) -> None:
         """Move the KV of accepted tree nodes to the slots of their positions."""
@@ -218,15 +202,6 @@ def _logits_index(rows: Sequence[RowPlan], batch: PackedBatch) -> Tensor:
     return torch.tensor(index, dtype=torch.long, device=batch.slots.device)
 
 
-def _sample_row(row: RowPlan, output: RequestOutput, node: int | None) -> SampleRow:
-    """For the token after draft `node`, or after the last known one."""
-    request = row.request
-    drafts = tuple(row.drafts.tokens[each] for each in row.drafts.path(node))
-    position = request.num_known + len(drafts)
-    allowed = None if output.grammar is None else output.grammar.allowed(drafts)
-    return SampleRow(request.sampling, output.seed, position, request.prompt, request.output, drafts, allowed)
-
-
 def _fitting(drafts: Drafts, task: DraftTask) -> Drafts:
     return drafts if task.grammar is None else task.grammar.fitting(drafts)
 
@@ -237,15 +212,9 @@ def _states(outcome: RowOutcome, hidden: Tensor) -> Tensor:
     return hidden[: len(places)] if outcome.row.drafts.is_chain else hidden[places]
 
 
-def _judge(
-    row: RowPlan,
-    sampled: Sequence[int | None],
-    logprobs: Sequence[TokenLogprobs | None],
-    output: RequestOutput,
-) -> RowOutcome:
-    """Accept the drafts that are what the target sampled, and let the output decide how far they count."""
-    if any(token is None for token in sampled):
-        return RowOutcome(row, failed=True)
-    verdict = verify(row.drafts, [token for token in sampled if token is not None])
-    taken = output.take(verdict.tokens, [logprobs[0], *(logprobs[node + 1] for node in verdict.path)], row.num_drafts)
-    return RowOutcome(row, taken, verdict.path)
+def _judge(walk: RowWalk) -> RowOutcome:
+    """Let the output decide how many of a walk's tokens count."""
+    if walk.failed:
+        return RowOutcome(walk.row, failed=True)
+    taken = walk.output.take(walk.walk.tokens, walk.logprobs, walk.row.num_drafts)
+    return RowOutcome(walk.row, taken, tuple(walk.walk.path))

@@ -17,7 +17,7 @@ from cluster.core.drafts import NO_DRAFTS, Drafts
 from cluster.core.handle import Coupling
 from cluster.core.request import FinishReason, Request, RequestStatus
 from cluster.core.sampling import SamplingParams
-from cluster.speculation.verify import verify
+from tests.support.walking import walked
 from tests.unit.core.oracle import OracleTensors
 
 VOCABULARY = 3
@@ -103,7 +103,7 @@ class OracleWorker:
         request, handle = row.request, row.request.handle
         assert handle is not None
         known = [*request.prompt, *request.output]
-        new, path = self._verify(known, row.drafts) if row.needs_logits else ([], ())
+        new, path = self._verify(known, row.drafts) if row.needs_logits else ([], [])
         for slot, node in enumerate(path, row.known):  # a node never comes before its place on the path
             self.oracle.move(handle, "target", row.known + node, slot)
         tokens = known + new
@@ -127,9 +127,9 @@ class OracleWorker:
             self.admission.finish(request, FinishReason.LENGTH)
 
     @staticmethod
-    def _verify(known: list[int], drafts: Drafts) -> tuple[list[int], tuple[int, ...]]:
-        verdict = verify(drafts, [continuation([*known, *path]) for path in ((), *_paths(drafts))])
-        return list(verdict.tokens), verdict.path
+    def _verify(known: list[int], drafts: Drafts) -> tuple[list[int], list[int]]:
+        walk = walked(drafts, [continuation([*known, *path]) for path in ((), *_paths(drafts))])
+        return walk.tokens, walk.path
 
     def _draft(self, tokens: list[int], depth: int) -> Drafts:
         """A chain, or a tree with up to twice as many nodes, so deep at most."""

@@ -20,7 +20,7 @@ from cluster.engine.sampler import Sampler, SampleRow
 from cluster.speculation.chain import Chain, DraftChooser, draft_chains
 from cluster.speculation.protocol import DraftTask
 from cluster.speculation.tree import TreeShape, draft_trees
-from cluster.speculation.verify import verify
+from tests.support.walking import walked
 from tests.unit.core.test_drafts import spelled
 
 Array = npt.NDArray[np.float64]
@@ -80,9 +80,9 @@ def speculate(
                 last.append((*PROMPT, *outputs[seed], *path)[-1])
         sampled = iter(SAMPLER.sample(TARGET[last], rows).tokens)
         for seed, draft in zip(going, drafts, strict=True):
-            verdict = verify(draft, [next(sampled) for _ in range(len(draft) + 1)])
-            outputs[seed] += verdict.tokens
-            made, accepted = made + draft.depth, accepted + len(verdict.path)
+            walk = walked(draft, [next(sampled) for _ in range(len(draft) + 1)])
+            outputs[seed] += walk.tokens
+            made, accepted = made + draft.depth, accepted + len(walk.path)
     return [tuple(output[:length]) for output in outputs], made, accepted
 
 

@@ -26,13 +26,16 @@ from cluster.bench.route.traces import AZURE_BLOCK, MOONCAKE_BLOCK, Record, read
 
 Figures = dict[str, tuple[float, float]]
 """Name -> mean and standard deviation over the seeds."""
+MIXED, PLAIN_SHARE = "_mixed", 1 / 3
+"""The conversation trace says nothing of speculation; this variant shows what it means that some don't speculate."""
 Results = dict[tuple[str, int], dict[str, Figures]]
 """(workload, workers) -> policy -> figures"""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a whole comparison runs."""
+    """What a whole comparison runs. A workload from a trace whose name ends in `MIXED` is that trace with a third of its
+    requests plain."""
 
     workloads: tuple[str, ...] = tuple(GENERATORS)
     traces: tuple[tuple[str, Path], ...] = ()
@@ -57,8 +60,12 @@ class Setup:
 
 def find_traces(folder: Path) -> tuple[tuple[str, Path], ...]:
     """Mooncake's and Azure's traces under the folder, named as workloads: `mooncake/conversation_trace.jsonl` is
-    "conversation", `azure/AzureLLMInferenceTrace_conv.csv` is "azure_conv"."""
-    mooncake = [(path.stem.removesuffix("_trace"), path) for path in sorted(folder.glob("mooncake/*.jsonl"))]
+    "conversation" and "conversation_mixed", `azure/AzureLLMInferenceTrace_conv.csv` is "azure_conv"."""
+    mooncake = [
+        (path.stem.removesuffix("_trace") + variant, path)
+        for path in sorted(folder.glob("mooncake/*.jsonl"))
+        for variant in ("", MIXED)
+    ]
     azure = [("azure_" + path.stem.rpartition("_")[2], path) for path in sorted(folder.glob("azure/*.csv"))]
     return (*mooncake, *azure)
 
@@ -84,7 +91,8 @@ def workload_of(setup: Setup, name: str, workers: int, seed: int) -> Workload:
     if path is None:
         return generate(name, demand, rng)
     block_size = AZURE_BLOCK if path.suffix == ".csv" else MOONCAKE_BLOCK
-    return trace_workload(name, _records(path), block_size, demand, rng)
+    plain = PLAIN_SHARE if name.endswith(MIXED) else 0.0
+    return trace_workload(name, _records(path), block_size, demand, rng, plain)
 
 
 def _run(case: tuple[Setup, str, int, str, int]) -> dict[str, float]:

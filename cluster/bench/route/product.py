@@ -7,7 +7,6 @@ router that tracks target KV alone must assume. Created by `policies`.
 
 from __future__ import annotations
 
-import os
 import random
 
 from cluster.bench.route.policy import Deaf, News
@@ -23,6 +22,10 @@ from cluster.routing.types import DispatchQuery, ModelCard, Placement, PoolSize,
 MODEL = "simulated"
 MAX_TOKENS = 1024
 """What clients ask for: no router knows how long an answer will be."""
+DECODE_STEPS, CONTEXT = 50, 6000
+"""An answer's steps and a request's context, as calibration would find them typical."""
+TICK_S = 0.2
+"""How often the scheduler has the router end what ran out of time."""
 _NO_LEASE_S = 1e9
 
 
@@ -36,6 +39,7 @@ class TandemRouter(Deaf):
         self._draft_aware = draft_aware
         self._coupling = spec.coupling
         self._seq = [0] * workers
+        self._tick_at = 0.0
         card = ModelCard(MODEL, "", "", block_size, max_len=2**31, vocab_size=2**31)
         for index in range(workers):
             info = WorkerInfo(
@@ -66,6 +70,9 @@ class TandemRouter(Deaf):
             block_size=self._block_size,
             speculate=request.speculative,
         )
+        if now >= self._tick_at:
+            self.router.expire(now)
+            self._tick_at = now + TICK_S
         answer = self.router.dispatch(query, now)
         if not isinstance(answer, Placement):
             raise TandemError(f"request {request.number} was refused: {answer.reason}")
@@ -109,11 +116,9 @@ def cost_model(spec: WorkerSpec) -> CostModel:
         target_token_ms=times.target_token_ms,
         target_context_ms=times.target_context_ms,
         draft_token_ms=times.draft_token_ms if spec.coupling is not Coupling.NONE else 0.0,
-        decode_request_ms=float(os.environ.get("DEC", 20)),
-        queued_request_ms=float(os.environ.get("QUE", 500)),
-        crowding_weight=float(os.environ.get("CRO", 2.0)),
-        crowding_slack=float(os.environ.get("DEAD", 0.25)),
-        eviction_weight=float(os.environ.get("EVI", 0.1)),
+        decode_request_ms=DECODE_STEPS * (times.row_ms + times.kv_token_ms * CONTEXT),
+        queued_request_ms=500.0,
+        eviction_weight=0.1,
     )
 
 

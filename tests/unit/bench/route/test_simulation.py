@@ -103,11 +103,13 @@ def test_a_trace_is_read_and_scaled_to_the_load(tmp_path: Path) -> None:
         + "".join(f"2023-11-16 18:00:{n:02}.6805900,{100 + n},{n}\n" for n in range(60))
     )
     traces = find_traces(tmp_path)
-    assert [name for name, _ in traces] == ["toolagent", "azure_conv"]
+    assert [name for name, _ in traces] == ["toolagent", "toolagent_mixed", "azure_conv"]
     setup = Setup(traces=traces, requests=50)
     shared = workload_of(setup, "toolagent", 8, 0)
     assert len(shared.requests) == 50
     assert all(each.prompt == (0,) for each in shared.requests), "the last block isn't full"
+    mixed = workload_of(setup, "toolagent_mixed", 8, 0)
+    assert 5 < sum(not each.speculative for each in mixed.requests) < 28
     unique = workload_of(setup, "azure_conv", 8, 0)
     assert len({block for each in unique.requests for block in each.prompt}) == sum(
         len(each.prompt) for each in unique.requests

@@ -50,7 +50,9 @@ def _load(source: DraftSource) -> MtpStack:
     target = source.target
     stack = load_mtp(source.folder, BorrowedWeights.of(target.model), target.dtype, target.num_layers)
     source.check_hidden("MTP layer", stack.layer(0).eh_proj.out_features, (stack.hidden_layer,))
-    source.check_rows(len(stack.layer(0).head))
+    for layer in map(stack.layer, range(len(stack))):
+        source.check_rows(len(layer.embedding))
+        source.check_rows(len(layer.head))
     return stack.to(target.device)
 
 

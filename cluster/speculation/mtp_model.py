@@ -48,8 +48,9 @@ class MtpLayer(nn.Module):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.norm = blocks.norm(width, eps=eps) if "norm.weight" in tensors else nn.Identity()
         self.block = blocks.layers[k]
-        self.register_buffer("embedding", tensors.get("embedding.weight", borrowed.embedding), persistent=False)
-        self.register_buffer("head", tensors.get("head.weight", borrowed.output), persistent=False)
+        embedding, head = tensors.get("embedding.weight"), tensors.get("head.weight")
+        self.register_buffer("embedding", _own_or(borrowed.embedding, embedding), persistent=False)
+        self.register_buffer("head", _own_or(borrowed.output, head), persistent=False)
         self._blocks, self._k = blocks, k
 
     def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
@@ -62,6 +63,13 @@ class MtpLayer(nn.Module):
     def logits(self, output: Tensor) -> Tensor:
         """Logits [R, vocabulary] of `forward`'s output [R, H]."""
         return linear(output, self.head.to(output.dtype))
+
+
+def _own_or(borrowed: Tensor, own: Tensor | None) -> Tensor:
+    """A layer's own matrix, unless it is a copy of the target's, as most are published: that may be gigabytes."""
+    if own is None or (own.shape == borrowed.shape and torch.equal(own.to(borrowed), borrowed)):
+        return borrowed
+    return own
 
 
 class MtpStack(nn.Module):
@@ -168,8 +176,14 @@ def _placed(folder: Path, target_layers: int, dtype: torch.dtype) -> tuple[list[
 
 
 def _check_layer(folder: Path, k: int, tensors: Mapping[str, Tensor], width: int) -> None:
-    expected = {"enorm.weight": (width,), "hnorm.weight": (width,), "eh_proj.weight": (width, 2 * width)}
+    expected: dict[str, tuple[int, ...]] = {
+        "enorm.weight": (width,),
+        "hnorm.weight": (width,),
+        "eh_proj.weight": (width, 2 * width),
+    }
     expected |= {"norm.weight": (width,)} if "norm.weight" in tensors else {}
+    for name in ("embedding.weight", "head.weight"):
+        expected |= {name: (len(tensors[name]), width)} if name in tensors else {}
     for name, shape in expected.items():
         if name not in tensors:
             raise ModelLoadError(f"MTP layer {k} in {folder} lacks tensor {name}: use a complete checkpoint.")

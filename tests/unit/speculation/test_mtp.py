@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from cluster.core.drafts import NO_DRAFTS
+from cluster.engine.config import EngineConfig
 from cluster.engine.sampler import Sampler
+from cluster.errors import ModelLoadError
 from cluster.speculation.borrowed import BorrowedWeights
+from cluster.speculation.factory import load_drafter
 from cluster.speculation.lookahead import SpeculationMethod
 from cluster.speculation.mtp import MtpDrafter
 from cluster.speculation.mtp_model import MtpStack, load_mtp
 from cluster.speculation.protocol import DraftTask
 from cluster.speculation.span_check import measure_span
 from tests.fixtures.mtp_training import new_mtp, save_mtp
-from tests.fixtures.prompts import TINY_MTP
+from tests.fixtures.prompts import TINY_MTP, TINY_TARGET
 from tests.support.plain_attention import WholeSequence
 from tests.unit.speculation.drafting import (
     Sequenced,
@@ -28,7 +31,7 @@ from tests.unit.speculation.drafting import (
     scattered_blocks,
     states,
     target,
-)
+)from tests.unit.speculation.mtp_checkpoints import build
 
 D = 2
 
@@ -143,3 +146,16 @@ def test_states_are_required() -> None:
         drafter.propose([replace(task, hidden=None)])
     with pytest.raises(ValueError, match="need the target's hidden states"):
         drafter.recompute(task.tokens, None)
+
+
+@pytest.mark.parametrize("method", [SpeculationMethod.MTP, SpeculationMethod.MTP_EAGLE])
+def test_layers_of_another_target_are_refused(method: SpeculationMethod, tmp_path: Path) -> None:
+    config = EngineConfig(TINY_TARGET, build("mimo", tmp_path).folder, method)
+    with pytest.raises(ModelLoadError, match="reads hidden states of size 32, but the target has 192: use the one"):
+        load_drafter(config, target(), Sampler(target().vocab_size))
+
+
+@pytest.mark.parametrize("method", [SpeculationMethod.MTP, SpeculationMethod.MTP_EAGLE])
+def test_a_target_that_was_published_without_such_layers_says_so(method: SpeculationMethod) -> None:
+    with pytest.raises(ModelLoadError, match="tiny-target holds no MTP layers of a known layout: use a checkpoint"):
+        load_drafter(EngineConfig(TINY_TARGET, None, method), target(), Sampler(target().vocab_size))

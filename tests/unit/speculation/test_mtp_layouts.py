@@ -44,6 +44,14 @@ def test_each_layer_has_its_place_in_the_pool(name: str, tmp_path: Path) -> None
     assert len(layout.layers) == MTP and layout.dtype is torch.float32
 
 
+def test_copies_of_the_targets_matrices_take_no_memory(tmp_path: Path) -> None:
+    """Those that differ stay."""
+    made = build("glm4_moe", tmp_path)  # whose layers have a head of their own
+    layer, target = load(made).layer(1), BorrowedWeights.of(made.model)
+    assert layer.embedding.data_ptr() == target.embedding.data_ptr()
+    assert torch.equal(layer.head, made.parts[1]["head"]) and not torch.equal(layer.head, target.output)
+
+
 @pytest.fixture
 def deepseek(tmp_path: Path) -> Checkpoint:
     return build("deepseek_v3", tmp_path)
@@ -70,6 +78,7 @@ def edited(made: Checkpoint, **changes: torch.Tensor | None) -> Checkpoint:
         ({"mlp.experts.2.up_proj.weight": None}, "can't be built"),
         ({"enorm.weight": torch.ones(3)}, r"enorm.weight of MTP layer 0 .* has shape \(3,\), but config.json asks"),
         ({"self_attn.o_proj.weight": torch.ones(3, 3)}, "misshape tensor 0.self_attn.o_proj.weight"),
+        ({"embed_tokens.weight": torch.ones(VOCAB, 3)}, r"embedding.weight of MTP layer 0 .* has shape \(64, 3\)"),
         ({"eh_proj.weight": None}, "lacks tensor eh_proj.weight"),
     ],
 )

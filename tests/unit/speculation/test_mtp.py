@@ -31,7 +31,8 @@ from tests.unit.speculation.drafting import (
     scattered_blocks,
     states,
     target,
-)from tests.unit.speculation.mtp_checkpoints import build
+)
+from tests.unit.speculation.mtp_checkpoints import build
 
 D = 2
 

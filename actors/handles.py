@@ -20,6 +20,7 @@ from cluster.core.frontier import FrontierReport
 from cluster.errors import TandemError, Unavailable
 from cluster.gateway.dispatcher import ClusterState
 from cluster.observe.logging import event
+from cluster.routing.decisions import Explanation
 from cluster.routing.router import HeartbeatReply
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerInfo, WorkerLoad
 
@@ -64,6 +65,10 @@ class SchedulerClient:
         """Tells that this life of the worker could not be reached. Best effort: the lease tells in any case."""
         with suppress(Unavailable):
             await self._call("suspect", worker_id, epoch, limit_s=5.0)
+
+    async def explain(self, request_id: str, tenant: str) -> tuple[Explanation, ...]:
+        told: tuple[Explanation, ...] = await self._call("explain", request_id, tenant, limit_s=5.0)
+        return told
 
     async def state(self) -> ClusterState:
         state: ClusterState = await self._call("state", limit_s=5.0)

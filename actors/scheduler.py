@@ -27,6 +27,7 @@ from cluster.directory.store import Directory
 from cluster.errors import TandemError
 from cluster.gateway.dispatcher import ClusterState
 from cluster.observe.logging import event, setup
+from cluster.routing.decisions import Explanation
 from cluster.routing.policy import CostModel
 from cluster.routing.report_order import Verdict
 from cluster.routing.router import HeartbeatReply, Hints, Router, RouterLimits
@@ -132,6 +133,10 @@ class SchedulerActor:
             if isinstance(answer, Placement) or answer.saturated or time.monotonic() > self._grace_ends:
                 return answer
             await asyncio.sleep(_TICK_S / 2)
+
+    async def explain(self, request_id: str, tenant: str) -> tuple[Explanation, ...]:
+        """How a recent request was placed; nothing if another life of the scheduler did it."""
+        return self._router.explain(request_id, tenant, time.monotonic())
 
     async def state(self) -> ClusterState:
         return ClusterState(tuple(self._router.status(time.monotonic())), self._directory.up)

@@ -1,6 +1,7 @@
 """`tandem generate`: one prompt to a running cluster; the answer streams to stdout, its figures go to stderr."""
 
 import asyncio
+import secrets
 import sys
 from typing import Annotated
 
@@ -40,6 +41,12 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
+    worker: Annotated[str, typer.Option(metavar="ID", help="The only worker that may take it.")] = "",
+    priority: Annotated[int | None, typer.Option(metavar="N", help="Lower goes first; -100 to 100.")] = None,
+    deadline: Annotated[float | None, typer.Option(metavar="S", min=0.001, help="Give up after so long.")] = None,
+    request_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Name of the request, for `tandem explain` and logs.")
+    ] = None,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     api_key: ApiKey = None,
 ) -> None:
@@ -50,12 +57,15 @@ def generate(
     form = structured_output(json_schema, json_object, regex, ebnf)
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
 
+    name = request_id or f"cli-{secrets.token_hex(6)}"
+    options = {"request_id": name, "worker_id": worker, "priority": priority, "timeout_s": deadline}
+
     async def ask() -> str:
         async with TandemClient(endpoint, api_key) as client:
             answer, completion = await stream_answer(
-                client, asked, _show, stop=stop or [], structured_output=form, **sampling
+                client, asked, _show, stop=stop or [], structured_output=form, **sampling, **options
             )
-            return answer_line(Answer.of(answer, completion))
+            return f"{answer_line(Answer.of(answer, completion))}; request {name}"
 
     figures = asyncio.run(ask())
     print(flush=True)

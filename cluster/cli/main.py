@@ -17,6 +17,7 @@ from cluster.cli.chat import chat
 from cluster.cli.demo import demo
 from cluster.cli.draft import draft
 from cluster.cli.exit_codes import ExitCode, exit_code
+from cluster.cli.explain import explain
 from cluster.cli.generate import generate
 from cluster.cli.serve import serve
 from cluster.cli.status import status
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (serve, generate, chat, status, demo):
+for _command in (serve, generate, chat, status, explain, demo):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 app.add_typer(draft, name="draft")

@@ -3,6 +3,9 @@
 Invariant: nothing is judged or defaulted here; that is the validator's. Called by `cluster.gateway.service`.
 """
 
+from dataclasses import asdict
+
+from cluster.gateway.accuracy import RoutingAccuracy
 from cluster.gateway.dispatcher import ClusterState
 from cluster.gateway.request import (
     ChatMessage,
@@ -14,6 +17,7 @@ from cluster.gateway.request import (
     TokenPrompt,
 )
 from cluster.gateway.served import ServedModel
+from cluster.routing.decisions import Explanation
 from cluster.routing.types import WorkerStatus
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
 from cluster.rpc.convert import sampling_fields
@@ -37,6 +41,7 @@ def request_from_wire(message: tandem_pb2.GenerateRequest) -> RequestFields:
         priority=message.priority if message.HasField("priority") else None,
         speculate=message.speculate if message.HasField("speculate") else None,
         reuse=message.reuse if message.HasField("reuse") else None,
+        worker_id=message.worker_id,
     )
 
 
@@ -64,13 +69,37 @@ def model_to_wire(served: ServedModel) -> tandem_pb2.Model:
     )
 
 
-def status_to_wire(served: ServedModel, state: ClusterState, version: str) -> tandem_pb2.ClusterStatusResponse:
+def explanation_to_wire(told: Explanation) -> tandem_pb2.PlacementDecision:
+    """One decision as Explain shows it."""
+    candidates = [
+        tandem_pb2.PricedWorker(
+            worker_id=each.worker_id,
+            target_tokens=each.target_tokens,
+            draft_tokens=each.draft_tokens,
+            cost=[tandem_pb2.CostTerm(name=name, ms=ms) for name, ms in each.cost_ms.items()],
+        )
+        for each in told.candidates
+    ]
+    others = [tandem_pb2.PassedOverWorker(worker_id=name, reason=why) for name, why in sorted(told.passed_over.items())]
+    return tandem_pb2.PlacementDecision(
+        age_s=told.age_s,
+        prompt_tokens=told.prompt_tokens,
+        worker_id=told.chosen,
+        candidates=candidates,
+        passed_over=others,
+    )
+
+
+def status_to_wire(
+    served: ServedModel, state: ClusterState, accuracy: RoutingAccuracy, version: str
+) -> tandem_pb2.ClusterStatusResponse:
     """The cluster as ClusterStatus shows it."""
     return tandem_pb2.ClusterStatusResponse(
         model=model_to_wire(served),
         workers=[_worker(each) for each in sorted(state.workers, key=lambda worker: worker.info.worker_id)],
         version=version,
         directory_up=state.directory_up,
+        routing=tandem_pb2.RoutingAccuracy(**asdict(accuracy)),
     )
 
 

@@ -7,6 +7,7 @@ places in process. Called by `cluster.gateway.service`.
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.routing.decisions import Explanation
 from cluster.routing.types import DispatchQuery, Placement, Refusal, WorkerStatus
 
 
@@ -26,6 +27,9 @@ class Dispatcher(Protocol):
 
     async def suspect(self, worker_id: str, epoch: int) -> None:
         """That life of the worker failed a request: it should get no new ones until it is heard of again."""
+
+    async def explain(self, request_id: str, tenant: str) -> tuple[Explanation, ...]:
+        """How a recent request of that tenant was placed, by attempts; empty if it is unknown or forgotten."""
 
     async def state(self) -> ClusterState:
         """All workers, by id."""

@@ -13,8 +13,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from cluster.core.frontier import Frontier
 from cluster.core.sampling import SamplingParams
 from cluster.errors import CapacityExceeded, StaleEpoch, TandemError, Unavailable
+from cluster.gateway.accuracy import RoutingAccuracy
 from cluster.gateway.active import ActiveRequest, ActiveRequests
 from cluster.gateway.auth import Tenants
 from cluster.gateway.dispatcher import Dispatcher
@@ -43,6 +45,8 @@ class Job:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: int
+    worker_id: str
+    tenant: str
     tenant_salt: bytes
     speculate: bool
     reuse: bool
@@ -60,6 +64,7 @@ class Generation:
         self._validator = Validator(served.card, tuple(pool for pool in served.pools if pool.name == "target"))
         self._workers = WorkerClients()
         self.active = ActiveRequests()
+        self.accuracy = RoutingAccuracy()
 
     async def run(
         self, fields: RequestFields, tenant: str, timeout_s: float | None
@@ -104,6 +109,8 @@ class Generation:
             prompt=prompt,
             sampling=sampling,
             priority=fields.priority or 0,
+            worker_id=fields.worker_id,
+            tenant=tenant,
             tenant_salt=salt,
             speculate=fields.speculate is not False,
             reuse=fields.reuse is not False,
@@ -125,6 +132,8 @@ class Generation:
             try:
                 async with aclosing(self._stream(job, placement, worker_request_id, active, relay)) as messages:
                     async for message in messages:
+                        if message.HasField("completion"):
+                            self._compare(job, placement.expected, message.completion.reuse)
                         for response in relay.responses(message):
                             yield response
                 return
@@ -138,6 +147,17 @@ class Generation:
                 excluded |= {placement.worker_id}
                 _log.warning(event("request_retry", request_id=job.request_id, worker=placement.worker_id))
 
+    def _compare(self, job: Job, expected: Frontier, found: tandem_pb2.Reuse) -> None:
+        """Notes how far the placement was off."""
+        equal = (expected.target, expected.draft or 0) == (found.target_tokens, found.draft_tokens)
+        difference = expected.joint - found.joint_tokens
+        self.accuracy = self.accuracy.with_request(difference, equal)
+        _log.info(
+            event(
+                "request_reuse", request_id=job.request_id, route_predicted_minus_actual_tokens=difference, equal=equal
+            )
+        )
+
     async def _place(self, job: Job, worker_request_id: str, excluded: frozenset[str]) -> Placement:
         query = DispatchQuery(
             request_id=worker_request_id,
@@ -149,6 +169,8 @@ class Generation:
             speculate=job.speculate,
             reuse=job.reuse,
             exclude=excluded,
+            worker_id=job.worker_id,
+            tenant=job.tenant,
         )
         answer = await self._dispatcher.dispatch(query)
         if isinstance(answer, Placement):

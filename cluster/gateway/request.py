@@ -73,3 +73,4 @@ class RequestFields:
     priority: int | None = None
     speculate: bool | None = None
     reuse: bool | None = None
+    worker_id: str = ""

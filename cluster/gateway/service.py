@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from cluster.errors import InvalidRequest
 from cluster.gateway import convert
 from cluster.gateway.auth import Tenants
 from cluster.gateway.dispatcher import Dispatcher
@@ -55,7 +56,16 @@ class TandemService:
         self, _request: tandem_pb2.ClusterStatusRequest, _context: _Context
     ) -> tandem_pb2.ClusterStatusResponse:
         """Describes the cluster as the scheduler sees it."""
-        return convert.status_to_wire(self._served, await self._dispatcher.state(), _version())
+        state = await self._dispatcher.state()
+        return convert.status_to_wire(self._served, state, self.generation.accuracy, _version())
+
+    async def Explain(self, request: tandem_pb2.ExplainRequest, context: _Context) -> tandem_pb2.ExplainResponse:
+        """Tells how a recent request was placed."""
+        told = await self._dispatcher.explain(request.request_id, self._tenant(context))
+        if not told:
+            limit = "that of one of your requests among those placed last"
+            raise InvalidRequest("request_id", request.request_id, limit, "ask sooner, or check the id")
+        return tandem_pb2.ExplainResponse(decisions=[convert.explanation_to_wire(each) for each in told])
 
     def _tenant(self, context: _Context) -> str:
         return self._tenants.tenant_of(context.invocation_metadata() or ())

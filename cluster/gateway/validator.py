@@ -88,6 +88,9 @@ class Validator:
             )
         if request.model and request.model != self.model.name:
             raise ModelNotFound(request.model, (self.model.name,))
+        if request.worker_id and not _REQUEST_ID.fullmatch(request.worker_id):
+            limit = "1 to 128 of the characters A-Z a-z 0-9 . _ : -"
+            raise InvalidRequest("worker_id", request.worker_id, limit, "name a worker as ClusterStatus does")
         if request.priority is not None:
             _PRIORITY.check("priority", request.priority)
         self._check_prompt(request.prompt)

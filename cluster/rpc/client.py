@@ -45,6 +45,7 @@ class TandemClient:
         priority: int | None = None,
         speculate: bool | None = None,
         reuse: bool | None = None,
+        worker_id: str = "",
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[tandem_pb2.GenerateResponse, None]:
@@ -59,6 +60,7 @@ class TandemClient:
             priority=priority,
             speculate=speculate,
             reuse=reuse,
+            worker_id=worker_id,
             **_input(prompt),
         )
         method = self._channel.unary_stream(
@@ -88,6 +90,11 @@ class TandemClient:
     async def status(self) -> tandem_pb2.ClusterStatusResponse:
         """How the cluster is."""
         return await self._call("ClusterStatus", tandem_pb2.ClusterStatusRequest(), tandem_pb2.ClusterStatusResponse)
+
+    async def explain(self, request_id: str) -> Sequence[tandem_pb2.PlacementDecision]:
+        """How a recent request was placed, one decision for each attempt."""
+        request = tandem_pb2.ExplainRequest(request_id=request_id)
+        return (await self._call("Explain", request, tandem_pb2.ExplainResponse)).decisions
 
     async def close(self) -> None:
         """Closes the connection and cancels what runs on it."""

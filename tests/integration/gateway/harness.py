@@ -17,6 +17,7 @@ from cluster.gateway.auth import Tenants
 from cluster.gateway.dispatcher import ClusterState
 from cluster.gateway.served import ServedModel
 from cluster.gateway.server import GatewayServer
+from cluster.routing.decisions import Explanation
 from cluster.routing.types import (
     DispatchQuery,
     ModelCard,
@@ -44,6 +45,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(TINY_TARGET)
 
 
+NOTHING = Frontier(0, None, 0)
+
+
 @dataclass
 class ListDispatcher:
     """Places every request on the first worker that isn't excluded."""
@@ -52,16 +56,21 @@ class ListDispatcher:
     refusal: Refusal | None = None
     queries: list[DispatchQuery] = field(default_factory=list)
     suspected: list[str] = field(default_factory=list)
+    explanations: tuple[Explanation, ...] = ()
+    expected: Frontier = NOTHING
 
     async def dispatch(self, query: DispatchQuery) -> Placement | Refusal:
         self.queries.append(query)
         for worker in self.workers:
             if worker.worker_id not in query.exclude and self.refusal is None:
-                return Placement(worker.worker_id, worker.epoch, worker.address, Frontier(0, None, 0))
+                return Placement(worker.worker_id, worker.epoch, worker.address, self.expected)
         return self.refusal or Refusal("no worker is alive: try again.", 1.0, saturated=False)
 
     async def suspect(self, worker_id: str, epoch: int) -> None:
         self.suspected.append(worker_id)
+
+    async def explain(self, request_id: str, tenant: str) -> tuple[Explanation, ...]:
+        return tuple(each for each in self.explanations if each.request_id == request_id)
 
     async def state(self) -> ClusterState:
         load = WorkerLoad(running=1, waiting=2, pools=(PoolUsage("target", total=64, free=60, cached=3, in_use=1),))

@@ -12,9 +12,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cluster.core.frontier import Frontier
 from cluster.errors import InvalidRequest, ModelNotFound, PromptTooLarge, Unauthenticated
 from cluster.gateway.auth import Tenants, digest_of
 from cluster.gateway.served import ServedModel
+from cluster.routing.decisions import Explanation, PricedWorker
 from cluster.rpc._generated.tandem.v1 import tandem_pb2
 from cluster.rpc.client import TandemClient
 from tests.integration.gateway.harness import CARD, POOLS, collect, gateway, says, scripted, tokenizer
@@ -188,6 +190,42 @@ async def test_models_and_status() -> None:
         assert (pool.name, pool.block_size, pool.total_blocks, pool.bytes) == ("target", 16, 64, 4096)
         assert (pool.free_blocks, pool.cached_blocks, pool.in_use_blocks) == (60, 3, 1)
         assert status.directory_up
+
+
+async def test_a_placement_is_explained_and_an_unknown_one_refused_in_a_sentence() -> None:
+    cost = {"target_prefill": 5.0, "queue": 0.5}
+    told = Explanation("r1", 2.5, 40, "worker-0", (PricedWorker("worker-0", 32, None, cost),), {"worker-1": "full"})
+    async with scripted(says("a")) as (stack, _):
+        stack.dispatcher.explanations = (told,)
+        (decision,) = await stack.client.explain("r1")
+        assert (decision.worker_id, decision.age_s, decision.prompt_tokens) == ("worker-0", 2.5, 40)
+        (candidate,) = decision.candidates
+        assert candidate.target_tokens == 32
+        assert not candidate.HasField("draft_tokens")
+        assert {term.name: term.ms for term in candidate.cost} == cost
+        assert [(each.worker_id, each.reason) for each in decision.passed_over] == [("worker-1", "full")]
+        with pytest.raises(InvalidRequest, match="request_id is nobody, but must be that of one of your requests"):
+            await stack.client.explain("nobody")
+
+
+async def test_the_target_worker_and_the_tenant_reach_the_scheduler() -> None:
+    async with scripted(says("a")) as (stack, _):
+        await collect(stack.client.generate("hi", worker_id="worker-0"))
+        await collect(stack.client.generate("hi"))
+        assert [query.worker_id for query in stack.dispatcher.queries] == ["worker-0", ""]
+        with pytest.raises(InvalidRequest, match="worker_id is two words"):
+            await collect(stack.client.generate("hi", worker_id="two words"))
+
+
+async def test_what_was_reused_is_compared_with_what_the_placement_expected(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with scripted(says("a")) as (stack, _):
+        for expected in (0, 16, 48):
+            stack.dispatcher.expected = Frontier(expected, None, expected)
+            await collect(stack.client.generate([1] * 50))
+        routing = (await stack.client.status()).routing
+        assert (routing.requests, routing.equal, routing.too_high_tokens, routing.too_low_tokens) == (3, 1, 64, 0)
+    assert "route_predicted_minus_actual_tokens=48" in caplog.text
 
 
 KEYED = {"red": digest_of("key-red")}

@@ -21,7 +21,7 @@ from cluster.errors import (
 )
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ["serve", "generate", "chat", "status", "demo", "bench", "draft"]
+COMMANDS = ["serve", "generate", "chat", "status", "explain", "demo", "bench", "draft"]
 
 
 def tandem(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli.answer import Answer
+from cluster.cli.explain import decision_table
 from cluster.cli.progress import Stages
 from cluster.cli.render import answer_line, answers_table, cluster_box, lookahead, workers_table
 from cluster.rpc._generated.tandem.v1 import tandem_pb2 as pb
@@ -102,3 +103,24 @@ def test_stages_are_one_line_each_and_a_failed_one_is_marked() -> None:
     assert isinstance(console.file, io.StringIO)
     first, second = console.file.getvalue().splitlines()
     assert first.startswith("✓ First (") and second.startswith("✗ Second (")
+
+
+def test_a_decision_is_a_row_for_each_candidate_and_a_reason_for_each_other() -> None:
+    def priced(name: str, held: int, ms: float) -> pb.PricedWorker:
+        cost = [pb.CostTerm(name="target_prefill", ms=ms), pb.CostTerm(name="queue", ms=2)]
+        return pb.PricedWorker(worker_id=name, target_tokens=held, draft_tokens=held - 16, cost=cost)
+
+    decision = pb.PlacementDecision(
+        age_s=5,
+        prompt_tokens=1200,
+        worker_id="worker-1",
+        candidates=[priced("worker-1", 1024, 176), priced("worker-0", 64, 1136)],
+        passed_over=[pb.PassedOverWorker(worker_id="worker-2", reason="is suspect")],
+    )
+    text = shown(decision_table(decision))
+    rows = [line.split() for line in text.splitlines() if "worker-" in line]
+    assert rows[0] == ["worker-1", "1,024", "1,008", "176.0", "2.0", "178.0", "chosen"]
+    assert rows[1][:3] == ["worker-0", "64", "48"]
+    assert rows[2] == ["worker-2", "-", "-", "-", "-", "-", "is", "suspect"]
+    assert "placed on worker-1 5 s ago; prompt of 1,200 tokens" in text
+    assert "refused" in shown(decision_table(pb.PlacementDecision(age_s=1)))

@@ -34,7 +34,7 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_DEAD: WorkerState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "tokens", "sampling", "request_id", "priority", "speculate", "reuse")
+    __slots__ = ("model", "text", "chat", "tokens", "sampling", "request_id", "priority", "speculate", "reuse", "worker_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: ChatInput
@@ -53,7 +54,8 @@ class GenerateRequest(_message.Message):
     priority: int
     speculate: bool
     reuse: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., speculate: _Optional[bool] = ..., reuse: _Optional[bool] = ...) -> None: ...
+    worker_id: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., speculate: _Optional[bool] = ..., reuse: _Optional[bool] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class ChatInput(_message.Message):
     __slots__ = ("messages",)
@@ -266,16 +268,84 @@ class ClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterStatusResponse(_message.Message):
-    __slots__ = ("model", "workers", "version", "directory_up")
+    __slots__ = ("model", "workers", "version", "directory_up", "routing")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_UP_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
     model: Model
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     version: str
     directory_up: bool
-    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., version: _Optional[str] = ..., directory_up: _Optional[bool] = ...) -> None: ...
+    routing: RoutingAccuracy
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., version: _Optional[str] = ..., directory_up: _Optional[bool] = ..., routing: _Optional[_Union[RoutingAccuracy, _Mapping]] = ...) -> None: ...
+
+class RoutingAccuracy(_message.Message):
+    __slots__ = ("requests", "equal", "too_high_tokens", "too_low_tokens")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_FIELD_NUMBER: _ClassVar[int]
+    TOO_HIGH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOO_LOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    equal: int
+    too_high_tokens: int
+    too_low_tokens: int
+    def __init__(self, requests: _Optional[int] = ..., equal: _Optional[int] = ..., too_high_tokens: _Optional[int] = ..., too_low_tokens: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("decisions",)
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[PlacementDecision]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
+
+class PlacementDecision(_message.Message):
+    __slots__ = ("age_s", "prompt_tokens", "worker_id", "candidates", "passed_over")
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
+    age_s: float
+    prompt_tokens: int
+    worker_id: str
+    candidates: _containers.RepeatedCompositeFieldContainer[PricedWorker]
+    passed_over: _containers.RepeatedCompositeFieldContainer[PassedOverWorker]
+    def __init__(self, age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., worker_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[PricedWorker, _Mapping]]] = ..., passed_over: _Optional[_Iterable[_Union[PassedOverWorker, _Mapping]]] = ...) -> None: ...
+
+class PricedWorker(_message.Message):
+    __slots__ = ("worker_id", "target_tokens", "draft_tokens", "cost")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    target_tokens: int
+    draft_tokens: int
+    cost: _containers.RepeatedCompositeFieldContainer[CostTerm]
+    def __init__(self, worker_id: _Optional[str] = ..., target_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., cost: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ...) -> None: ...
+
+class CostTerm(_message.Message):
+    __slots__ = ("name", "ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ms: float
+    def __init__(self, name: _Optional[str] = ..., ms: _Optional[float] = ...) -> None: ...
+
+class PassedOverWorker(_message.Message):
+    __slots__ = ("worker_id", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("worker_id", "epoch", "state", "running_requests", "waiting_requests", "pools")

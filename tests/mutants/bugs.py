@@ -11,6 +11,7 @@ TREE = "tests/unit/core/test_prefix_tree.py::test_"
 ADMISSION = "tests/unit/core/test_admission.py::test_"
 CACHE = "tests/unit/core/test_paired_cache.py::test_"
 REPORTS = "tests/unit/core/test_frontier_reports.py::test_"
+WINDOWS = "tests/unit/core/test_windows.py::test_"
 CLAIM = "tests/unit/core/test_claiming.py::test_"
 DRAFTS = "tests/unit/core/test_drafts.py::test_"
 ADMISSION_LIVES = "tests/property/test_admission_machine.py::TestAdmission"
@@ -67,8 +68,8 @@ BUGS = (
     Bug(
         "leave a hole that ends inside a block",
         "claiming.py",
-        "    start = most // size * size\n",
-        "    start = most\n",
+        "    while start % size or start != _joint",
+        "    while start != _joint",
         CLAIM + "a_hole_takes_no_blocks_and_both_pools_start_behind_it",
     ),
     Bug(
@@ -123,8 +124,8 @@ BUGS = (
     Bug(
         "start each pool where it is, though the draft needs hidden states",
         "claiming.py",
-        "    most = min(most, *held)\n    if skip_gap",
-        "    if skip_gap",
+        "    return [joint] * len(most)\n",
+        "    return [each.depth(min(most)) for each in handle.holdings.values()]\n",
         REUSE + "01_the_joint_depth_is_the_smaller_one",
     ),
     Bug(
@@ -225,5 +226,40 @@ BUGS = (
         "        self.held.update(repeated)\n",
         "",
         REPORTS + "a_raw_block_stays_reported_while_any_successor_of_it_is_held",
+    ),
+    Bug(
+        "let go of a block that the window still sees",
+        "block_pool.py",
+        "max(0, position - self.window + 1) // self.block_size",
+        "max(0, position - self.window + self.block_size) // self.block_size",
+        RANDOM_LIVES,
+    ),
+    Bug(
+        "go on where the window sees blocks that are gone",
+        "runs.py",
+        "        elif min(match.depth(size), most) - window + 1 >= first * size:\n",
+        "        elif min(match.depth(size), most) >= first * size:\n",
+        WINDOWS + "a_claim_needs_the_blocks_that_the_window_sees_and_no_others",
+    ),
+    Bug(
+        "take a block that is gone for one that is published",
+        "prefix_tree.py",
+        "            if leaf.gone:\n",
+        "            if leaf.gone and not leaf.children:\n",
+        WINDOWS + "a_gap_in_the_middle_is_filled_by_whoever_computes_it_again",
+    ),
+    Bug(
+        "keep all that lies behind the window until the request ends",
+        "holding.py",
+        "            self.pool.tree.leave(self.leaf, self.first, min(seen, self.published))\n",
+        "            pass\n",
+        WINDOWS + "a_request_keeps_two_windows_at_most",
+    ),
+    Bug(
+        "never forget a run without blocks",
+        "prefix_tree.py",
+        "            if run.gone and not run.users and not run.children:\n                self._cut(run, 0)\n",
+        "",
+        RANDOM_LIVES,
     ),
 )

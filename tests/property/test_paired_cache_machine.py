@@ -140,6 +140,18 @@ class PairedCacheMachine(RuleBasedStateMachine):
                 request, fail, lambda: request.decode(drafts, min(drafts, accepted), scratch=self.rng.randrange(4))
             )
 
+    @precondition(lambda self: bool(self.live))
+    @rule(which=st.integers(0, 99), chunk=st.integers(1, 40), steps=st.integers(0, 12))
+    def run_on(self, which: int, chunk: int, steps: int) -> None:
+        """Many steps at once, as far as the pools allow: so that windows slide, and equal prompts are served whole."""
+        request = self.live[which % len(self.live)]
+        handle = request.handle
+        while handle.cursor("target") < len(request.tokens) - 1 and request.prefill(chunk):
+            self.oracle.check_handle(handle)
+        for _ in range(steps if handle.cursor("target") >= len(request.tokens) - 1 else 0):
+            request.decode(2, self.rng.randrange(3))
+            self.oracle.check_handle(handle)
+
     def _grow(self, request: Sequencer, fail: int, step: Any) -> None:
         before = self.cache.meters(), [list(each.table) for each in request.handle.holdings.values()]
         self.fail_next = fail

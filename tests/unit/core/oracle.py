@@ -72,14 +72,14 @@ class OracleTensors:
         self.put(handle, pool, slot, cell)
 
     def check_handle(self, handle: CacheHandle) -> None:
-        """Every position that the request counts as computed, or shares, holds the KV of its own tokens."""
+        """Every position that the request counts as computed, or shares, holds the KV of its own tokens, as far as the
+        pool's window sees it."""
         tokens = handle.tokens.tokens()
         for pool in handle.pools:
-            spec, holding = self.cache.pools[pool].spec, handle.holdings[pool]
-            span, hole = spec.span, holding.hole or range(0)
-            for position in range(
-                holding.first * spec.block_size, max(handle.cursor(pool), min(handle.held(pool), len(tokens) - span))
-            ):
+            spec, hole = self.cache.pools[pool].spec, handle.holdings[pool].hole or range(0)
+            end = max(handle.cursor(pool), min(handle.held(pool), len(tokens) - spec.span))
+            first = 0 if spec.window is None else max(0, handle.cursor(pool) - spec.window + 1)
+            for position in range(first, end):
                 cell = self.read(handle, pool, position)
                 right = None if position in hole else self._right(handle, pool, position, tokens)
                 assert cell == right, f"{handle.request_id} {pool} {position}: {cell}"

@@ -147,16 +147,12 @@ class Generation:
                 excluded |= {placement.worker_id}
                 _log.warning(event("request_retry", request_id=job.request_id, worker=placement.worker_id))
 
-    def _compare(self, job: Job, expected: Frontier, found: tandem_pb2.Reuse) -> None:
+    def _compare(self, job: Job, expected: Frontier, reuse: tandem_pb2.Reuse) -> None:
         """Notes how far the placement was off."""
-        equal = (expected.target, expected.draft or 0) == (found.target_tokens, found.draft_tokens)
-        difference = expected.joint - found.joint_tokens
-        self.accuracy = self.accuracy.with_request(difference, equal)
-        _log.info(
-            event(
-                "request_reuse", request_id=job.request_id, route_predicted_minus_actual_tokens=difference, equal=equal
-            )
-        )
+        found = Frontier(reuse.target_tokens, reuse.draft_tokens, reuse.joint_tokens)
+        self.accuracy = self.accuracy.with_request(expected, found, self._served.card.block_size)
+        figures = {"route_predicted_minus_actual_tokens": expected.joint - found.joint}
+        _log.info(event("request_reuse", request_id=job.request_id, **figures))
 
     async def _place(self, job: Job, worker_request_id: str, excluded: frozenset[str]) -> Placement:
         query = DispatchQuery(

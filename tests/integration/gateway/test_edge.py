@@ -220,7 +220,7 @@ async def test_the_target_worker_and_the_tenant_reach_the_scheduler() -> None:
 async def test_what_was_reused_is_compared_with_what_the_placement_expected(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with scripted(says("a")) as (stack, _):
-        for expected in (0, 16, 48):
+        for expected in (0, 16, 48):  # and the scripted worker says that it reused nothing
             stack.dispatcher.expected = Frontier(expected, None, expected)
             await collect(stack.client.generate([1] * 50))
         routing = (await stack.client.status()).routing

@@ -17,7 +17,7 @@ from tests.support.cluster import Answer, ask, fresh_prompt, tiny_config
 pytestmark = pytest.mark.ray
 
 WORKERS = 4
-CHATS, TURNS, AT_ONCE = 12, 6, 3
+CHATS, TURNS, AT_ONCE = 8, 6, 2
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ async def chat(client: TandemClient, opening: list[int], rng: random.Random | No
 
 
 async def steady_load(client: TandemClient, rng: random.Random | None = None) -> list[Answer]:
-    """All answers of a dozen conversations, three at a time."""
-    openings = iter([fresh_prompt(80) for _ in range(CHATS)])
+    """All answers of some conversations, two at a time."""
+    openings = iter([fresh_prompt(500) for _ in range(CHATS)])
     answers: list[Answer] = []
 
     async def talk() -> None:

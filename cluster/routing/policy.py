@@ -43,7 +43,7 @@ class CostModel:
     crowding_weight: float = 2.0
     """How much dearer prefill is in a crowded fleet, for each whole prompt's prefill that waits on the average worker
     beyond `crowding_slack` of one."""
-    crowding_slack: float = 0.3
+    crowding_slack: float = 0.4
     eviction_weight: float = 0.0
     """How much of a cached token's prefill its eviction costs: the odds that it would have been reused."""
 

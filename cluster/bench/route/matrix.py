@@ -34,8 +34,7 @@ Results = dict[tuple[str, int], dict[str, Figures]]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a whole comparison runs. A workload from a trace whose name ends in `MIXED` is that trace with a third of its
-    requests plain."""
+    """What a whole comparison runs."""
 
     workloads: tuple[str, ...] = tuple(GENERATORS)
     traces: tuple[tuple[str, Path], ...] = ()

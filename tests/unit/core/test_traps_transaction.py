@@ -271,16 +271,22 @@ def test_trap_24_block_tables_are_valid_after_suspend_resume_and_migration() -> 
             assert len(set(holding.table)) == len(holding.table) == holding.pool.spec.blocks_for(holding.cursor)
 
 
-@pytest.mark.parametrize("window", [1, 4, 6])
-def test_trap_26_the_pages_that_a_window_needs_are_there_at_any_claimed_depth(window: int) -> None:
-    oracle = make_pair(draft_block_size=3)
-    serve(oracle, range(30))
+@pytest.mark.parametrize("window", [2, 4, 7])
+@pytest.mark.parametrize("evicted", [0, 3, 8])
+def test_trap_26_the_pages_that_a_window_needs_are_there_at_any_claimed_depth(window: int, evicted: int) -> None:
+    draft = PoolSpec("draft", 3, 64, 1, window=window)
+    oracle = OracleTensors(PairedCache(PoolSpec("target", 4, 64), draft, Coupling.JOINT))
+    serve(oracle, range(8), range(8, 30))
+    oracle.cache.pools["draft"].tree.evict(evicted)
+    claimed = set()
     for length in range(2, 30):
         request = start(oracle, [*range(length), 99])
         depth = request.handle.cursor("draft")
-        for position in range(max(0, depth - window), depth):
+        for position in range(max(0, depth - window + 1), depth):
             assert oracle.read(request.handle, "draft", position) == tuple(range(position + 2))
+        claimed.add(depth)
         request.cache.free(request.handle, publish_tail=False)
+    assert len(claimed) > 1
 
 
 def test_trap_28_reserved_blocks_are_metered_apart_and_evict_no_more_than_needed() -> None:

@@ -33,8 +33,8 @@ class Usage:
     """Numbers of a finished request.
 
     Tokens: `reused_*` are the prompt tokens whose KV was found at the first claim, in the target's pool, the draft's,
-    and in both at once (or was left out by the draft, where `draft_gap` says so). `draft_steps` are target forwards that
-    verified drafts; `decode_steps` all that yielded tokens.
+    and in both at once (or was left out by the draft, where `draft_gap` says so). `draft_steps` are target forwards
+    that verified drafts; `decode_steps` all that yielded tokens.
     """
 
     prompt_tokens: int

@@ -54,6 +54,15 @@ def test_what_was_given_up_is_tried_again_now_and_then() -> None:
     assert chosen == [0] * 8 + [1] + [0] * 8 + [1] + [0] * 2
 
 
+def test_drafts_that_are_right_again_bring_the_length_back() -> None:
+    acceptance = after(4, 0)
+    assert LENGTHS.choose(acceptance, 1, 4) == 0
+    for _ in range(200):
+        length = LENGTHS.choose(acceptance, 1, 4)
+        acceptance.observe(length, length, MEMORY)
+    assert LENGTHS.choose(acceptance, 1, 4) == 4
+
+
 def test_drafts_behind_a_wrong_one_are_not_held_against_it() -> None:
     acceptance = after(4, 1, steps=200)
     assert acceptance.rate == pytest.approx(0.5, abs=0.01)

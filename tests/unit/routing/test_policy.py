@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cluster.core.handle import Coupling
-from cluster.routing.policy import Candidate, CostModel, choose, cost_of, expected_frontier
+from cluster.routing.policy import Candidate, CostModel, choose, cost_of, expected_frontier, prefill_weight
 from cluster.routing.prefix_map import Depth
 from tests.unit.routing.builders import BLOCK, chain, query, worker
 
@@ -58,6 +58,15 @@ def test_load_outweighs_reuse_when_there_is_enough_of_it() -> None:
     assert choose(PROMPT, [candidate("holder", 10, 10, in_flight=3), idle], COSTS, random.Random(0)) is not idle
     assert choose(PROMPT, [candidate("holder", 10, 10, in_flight=4), idle], COSTS, random.Random(0)) is idle
     assert choose(PROMPT, [candidate("holder", 10, 10, prefill=500), idle], COSTS, random.Random(0)) is idle
+
+
+def test_in_a_crowded_fleet_requests_stay_with_their_prefix() -> None:
+    holder, idle = candidate("holder", 10, 10, prefill=250), candidate("idle", 0)
+    assert prefill_weight(PROMPT, 60.0, COSTS) == 1.0, "two fifths of a prompt's 165 ms are no crowd"
+    assert choose(PROMPT, [holder, idle], COSTS, random.Random(0)) is idle
+    crowded = prefill_weight(PROMPT, 165.0, COSTS)
+    assert crowded == pytest.approx(1.0 + 2.0 * 0.6)
+    assert choose(PROMPT, [holder, idle], COSTS, random.Random(0), crowded) is holder
 
 
 def test_equal_candidates_share_the_load() -> None:

@@ -1,8 +1,8 @@
 """The cost of placing a request, against Dynamo's RadixTree and Ray Serve's PrefixTree in the same run.
 
     router.decide.{typ,hot}_p50_us, _p99_us    a whole decision: depths, costs, choice, reservation
-    router.decisions_per_s                     typical decisions one after the other
-    router.reports.blocks_per_s                blocks that reports bring into the map
+    router.decisions_per_s                     typical decisions one after the other, by CPU time
+    router.reports.blocks_per_s                blocks that reports bring into the map, by CPU time
     router.bytes_per_block                     memory of the map for each unique block
     router.churn_growth                        its memory after three times its blocks came and went; 1 is flat
     router.{dynamo,ray}.{typ,hot}_p50_us       the peers' lookup alone, of the same prompt and holders
@@ -11,7 +11,7 @@
 
 The prompt has 4,096 blocks, the cluster 256 workers. Typical: 8 hold the prompt; hot: all do, to depths of their own.
 Dynamo's binding runs in an environment of its own (`<peers>/dynamo`); a peer that is absent is left out. One thread,
-wall time. Called by `tandem bench router`, which adds what the actor does.
+wall time if not said otherwise. Called by `tandem bench router`, which adds what the actor does.
 """
 
 from __future__ import annotations

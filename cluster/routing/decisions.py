@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cluster.routing.policy import Candidate, CostModel, cost_of, expected_frontier
 from cluster.routing.types import DispatchQuery
@@ -79,7 +79,8 @@ class Decisions:
         return len(self._kept)
 
     def add(self, decision: Decision) -> None:
-        self._kept.append(replace(decision, query=replace(decision.query, keys=())))
+        """Its query is to hold no keys."""
+        self._kept.append(decision)
 
     def find(self, request_id: str, tenant: str) -> list[Decision]:
         """The decisions about one of the tenant's requests, oldest first: one for each attempt. The id is the client's,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.core.frontier import FrontierReport
 from cluster.errors import ConfigError, StaleEpoch
@@ -238,7 +238,8 @@ class Router:
         if len(up) < len(self._workers):
             passed_over |= self._eligibility.reasons(query, self._workers.values(), up, now)
         name = None if chosen is None else chosen.info.worker_id
-        self._decisions.add(Decision(query, now, tuple(candidates), weight, name, passed_over))
+        kept = replace(query, keys=())
+        self._decisions.add(Decision(kept, now, tuple(candidates), weight, name, passed_over))
 
     def _reserve(self, query: DispatchQuery, chosen: Candidate, now: float) -> Placement:
         info = chosen.info

@@ -19,7 +19,7 @@ from torch import Tensor
 class LayerKv:
     """Shape of one layer's cache: heads, and the widths of a key and of a value (they differ in expanded MLA).
 
-    `window`: how many positions a token sees, itself included; None if it sees all before it, or if that isn't known."""
+    `window`: how many positions a token sees, itself included; None if it sees all before it, or that isn't known."""
 
     kv_heads: int
     key_dim: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from heapq import nsmallest
 
 from cluster.core.handle import Coupling
 from cluster.routing.prefix_map import Depth
@@ -34,18 +33,18 @@ def shortlist(
         return free
     turn = rng.randrange(len(free))
     free = free[turn:] + free[:turn]
-    rough = []
+    per_block = query.block_size * per_token_ms
+    speculates, held, rough = query.speculate, depths.get, []
     for worker in free:
         wait = 1000.0 * (worker.busy_until - now)
-        rough.append(worker.decode_ms + (wait if wait > worker.queue_ms else worker.queue_ms))
-    if depths:
-        per_block = query.block_size * per_token_ms
-        for place, worker in enumerate(free):
-            depth = depths.get(worker.worker_id)
-            if depth is not None:
-                clipped = query.speculate and worker.info.coupling is Coupling.JOINT
-                rough[place] -= per_block * (min(depth) if clipped else depth.target)
-    return [free[place] for place in nsmallest(SHORTLIST, range(len(free)), key=rough.__getitem__)]
+        cost = worker.decode_ms + (wait if wait > worker.queue_ms else worker.queue_ms)
+        depth = held(worker.worker_id)
+        if depth is not None:
+            target, draft = depth
+            clipped = draft < target and speculates and worker.info.coupling is Coupling.JOINT
+            cost -= per_block * (draft if clipped else target)
+        rough.append(cost)
+    return [free[place] for place in sorted(range(len(free)), key=rough.__getitem__)[:SHORTLIST]]
 
 
 def mean_backlog_ms(workers: Sequence[WorkerState], now: float) -> float:

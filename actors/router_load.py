@@ -25,6 +25,7 @@ from cluster.bench.router_workloads import (
     make_worker,
 )
 from cluster.directory.embedded import EmbeddedRedis
+from cluster.routing.packed_keys import PackedKeys
 from cluster.routing.router import RouterLimits
 
 _AT_ONCE = 4
@@ -53,9 +54,10 @@ async def _measure(scheduler: ActorHandle[Any], rounds: int) -> dict[str, float]
     keys = make_keys(1)
     for report in holdings(keys, TYPICAL_HOLDERS):
         await client.report(report)
-    await _ask(client, keys, 200)
+    packed = PackedKeys.of(keys)
+    await _ask(client, packed, 200)
     started = time.perf_counter()
-    decisions = await _ask(client, keys, rounds)
+    decisions = await _ask(client, packed, rounds)
     return {
         "router.actor_decisions_per_s": rounds / (time.perf_counter() - started),
         "router.actor_p50_ms": 1e3 * decisions.quantile(0.5),
@@ -63,9 +65,9 @@ async def _measure(scheduler: ActorHandle[Any], rounds: int) -> dict[str, float]
     }
 
 
-async def _ask(client: SchedulerClient, keys: tuple[bytes, ...], rounds: int) -> Decisions:
+async def _ask(client: SchedulerClient, packed: PackedKeys, rounds: int) -> Decisions:
     times, cpu_started = list[float](), time.thread_time()
-    queries = iter([make_query(number, keys) for number in range(rounds)])
+    queries = iter([make_query(number, packed) for number in range(rounds)])
 
     async def ask() -> None:
         for query in queries:

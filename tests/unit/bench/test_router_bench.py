@@ -6,6 +6,7 @@ import pytest
 
 from cluster.bench import router, router_workloads
 from cluster.bench.router_workloads import decide, holdings, make_keys, make_query, make_router, memory
+from cluster.routing.packed_keys import PackedKeys
 from cluster.routing.types import Placement
 
 
@@ -13,7 +14,7 @@ def test_the_measured_decision_finds_the_deepest_holder() -> None:
     built, keys = make_router(), make_keys(1, 256)
     for report in holdings(keys, 8):
         built.apply(report)
-    placed = built.dispatch(make_query(0, keys), 0.0)
+    placed = built.dispatch(make_query(0, PackedKeys.of(keys)), 0.0)
     assert isinstance(placed, Placement)
     assert placed.worker_id == "worker-224", "the last of eight among 256 holds the whole prompt"
     assert (placed.expected.target, placed.expected.draft) == (256 * 16, 254 * 16)

@@ -175,7 +175,7 @@ def route(
     with console.status("") as status:
         results = run_matrix(setup, jobs, status.update)
     for table in route_tables(results):
-        Console(highlight=False, width=max(console.width, 132)).print(table)
+        Console(highlight=False, width=max(console.width, 168)).print(table)
     if plot:
         plot.write_text(chart(results), encoding="utf-8")
     if json_file:

@@ -77,6 +77,7 @@ class EngineHost:
             started=self._loop.take_started(stats),
             pools=tuple(_usage(name, meters) for name, meters in stats.pools.items()),
             last_seq=last_seq,
+            acceptance=stats.acceptance_length or 1.0,
         )
 
     async def snapshot(self) -> None:

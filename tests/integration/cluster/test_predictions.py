@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import signal
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
 import pytest
 
-from actors.cluster import RunningCluster, start_cluster
 from cluster.errors import InvalidRequest
 from cluster.rpc.client import TandemClient
-from tests.support.cluster import Answer, ask, fresh_prompt, tiny_config
+from tests.fixtures.prompts import TINY_TARGET
+from tests.integration.cli_process import EAGLE3, TandemProcess, eventually
+from tests.support.cluster import Answer, ask, fresh_prompt
 
 pytestmark = pytest.mark.ray
 
@@ -21,9 +24,17 @@ CHATS, TURNS, AT_ONCE = 8, 6, 2
 
 
 @pytest.fixture(scope="module")
-def four_workers() -> Iterator[RunningCluster]:
-    with start_cluster(tiny_config(workers=WORKERS)) as cluster:
-        yield cluster
+def four_workers() -> Iterator[str]:
+    """The endpoint of a cluster with processes of its own: a process can be part of one Ray instance only."""
+    options = ("--port", "0", "--workers", str(WORKERS), "--kv-cache-bytes", "16MiB", "--max-batch", "2")
+    serve = TandemProcess("serve", str(TINY_TARGET), "--speculative-config", EAGLE3, *options, "--chunk", "64")
+    try:
+        printed = serve.wait_for("(tandem.v1.TandemService")
+        yield re.findall(r"grpc://(\S+)", printed)[0]
+        assert serve.end(signal.SIGINT) == 130, serve.output
+        assert eventually(lambda: not serve.family())
+    finally:
+        serve.kill()
 
 
 async def chat(client: TandemClient, opening: list[int], rng: random.Random | None) -> list[Answer]:
@@ -61,8 +72,8 @@ def ttft_of(answers: Sequence[Answer]) -> float:
     return mean(each.completion.timings.time_to_first_token_s for each in answers)
 
 
-async def test_predicted_reuse_is_measured_reuse_and_beats_random_routing(four_workers: RunningCluster) -> None:
-    async with TandemClient(four_workers.endpoint) as client:
+async def test_predicted_reuse_is_measured_reuse_and_beats_random_routing(four_workers: str) -> None:
+    async with TandemClient(four_workers) as client:
         routed = await steady_load(client)
         accuracy = (await client.status()).routing
         assert accuracy.requests == CHATS * TURNS
@@ -73,8 +84,8 @@ async def test_predicted_reuse_is_measured_reuse_and_beats_random_routing(four_w
         assert reuse_of(routed) > 1.2 * reuse_of(by_chance), figures
 
 
-async def test_a_placement_explains_itself(four_workers: RunningCluster) -> None:
-    async with TandemClient(four_workers.endpoint) as client:
+async def test_a_placement_explains_itself(four_workers: str) -> None:
+    async with TandemClient(four_workers) as client:
         answer = await ask(client, fresh_prompt(), request_id="explained")
         (decision,) = await client.explain("explained")
         assert decision.worker_id == answer.worker
@@ -85,8 +96,8 @@ async def test_a_placement_explains_itself(four_workers: RunningCluster) -> None
             await client.explain("forgotten")
 
 
-async def test_a_request_may_name_its_worker(four_workers: RunningCluster) -> None:
-    async with TandemClient(four_workers.endpoint) as client:
+async def test_a_request_may_name_its_worker(four_workers: str) -> None:
+    async with TandemClient(four_workers) as client:
         prompt = fresh_prompt()
         answers = [await ask(client, prompt, worker_id=f"worker-{number}") for number in range(WORKERS)]
         assert [each.worker for each in answers] == [f"worker-{number}" for number in range(WORKERS)]

@@ -169,7 +169,7 @@ class StepRunner:
             held=0 if row.draft_start is None else _handle(row).held("draft"),
             hidden_start=row.start,
             hidden=None if hidden is None else _states(outcome, hidden[offset:]),
-            tenant=row.request.tenant_salt,
+            tenant=row.request.tenant_salt if row.request.reuse else None,
             grammar=output.grammar,
         )
 

@@ -56,8 +56,8 @@ class DraftTask:
     to the end of a chunk. `hidden_start` is `start`, or lies behind it where the span is above 1: then the drafter
     keeps the states of positions from its last `end` on.
     """
-    tenant: bytes = b""
-    """Salt of the tenant; what is remembered beyond a request stays within it."""
+    tenant: bytes | None = b""
+    """Salt of the tenant, within which stays what is remembered beyond a request; None where nothing may be."""
     grammar: GrammarMatcher | None = None
     """What the output may go on with, for drafters that choose tokens; drafts that it rules out are cut anyway."""
 

@@ -25,10 +25,11 @@ from cluster.speculation.suffix_search import SuffixRule, TokenStream
 
 @dataclass(slots=True)
 class _Text:
-    """A request's own text. `known` is the engine's sequence of its tokens, which grows: at the end of the request it
-    holds those of the last step too, after which no drafts were asked for."""
+    """A request's own text, and the tenant that may find it later, if any. `known` is the engine's sequence of its
+    tokens, which grows: at the end of the request it holds those of the last step too, after which no drafts were asked
+    for."""
 
-    tenant: bytes
+    tenant: bytes | None
     num_prompt: int
     known: Sequence[int]
     stream: TokenStream = field(default_factory=TokenStream)
@@ -73,11 +74,12 @@ class SuffixDrafter:
         text = self._texts.get(task.request_id)
         if text is None:
             text = self._texts[task.request_id] = _Text(task.tenant, task.num_prompt, task.tokens)
-            self._past.withdraw(task.tenant, task.request_id, text.output(self._rule.depth))
+            if task.tenant is not None:
+                self._past.withdraw(task.tenant, task.request_id, text.output(self._rule.depth))
         text.catch_up(task.tokens)
         context = task.tokens[-self._rule.depth :]
         guess = self._rule.guess(text.stream.tokens, context, task.k)
-        past = self._past.tokens(task.tenant)
+        past = None if task.tenant is None else self._past.tokens(task.tenant)
         if past is not None:
             other = self._rule.guess(past, context, task.k)
             guess = other if other.score > guess.score else guess
@@ -86,8 +88,10 @@ class SuffixDrafter:
     def forget(self, request_id: str) -> None:
         """Move the output of a request to the past ones; it is taken out again if the request goes on."""
         text = self._texts.pop(request_id, None)
-        output = () if text is None else text.output(self._rule.depth)
-        if text is not None and output:
+        if text is None or text.tenant is None:
+            return
+        output = text.output(self._rule.depth)
+        if output:
             self._past.add(text.tenant, request_id, output)
 
     def recompute(self, tokens: Sequence[int], hidden: Tensor | None) -> list[LayerKeysValues]:

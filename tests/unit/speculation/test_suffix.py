@@ -23,13 +23,15 @@ def drafter(k: int = 4, rule: SuffixRule = RULE, cached: int = 100) -> SuffixDra
 
 
 def task(
-    tokens: Sequence[int], k: int = 4, request_id: str = "r", prompt: int | None = None, tenant: bytes = b""
+    tokens: Sequence[int], k: int = 4, request_id: str = "r", prompt: int | None = None, tenant: bytes | None = b""
 ) -> DraftTask:
     num_prompt = len(tokens) if prompt is None else prompt
     return DraftTask(request_id, tokens, 0, 0, k, PARAMS, 0, num_prompt, tenant=tenant)
 
 
-def ended(drafting: SuffixDrafter, tokens: list[int], request_id: str, prompt: int = 1, tenant: bytes = b"") -> None:
+def ended(
+    drafting: SuffixDrafter, tokens: list[int], request_id: str, prompt: int = 1, tenant: bytes | None = b""
+) -> None:
     """A request that is drafted for once, and whose last tokens come with the step that ends it."""
     known = tokens[: prompt + 1]
     drafting.propose([task(known, request_id=request_id, prompt=prompt, tenant=tenant)])
@@ -134,6 +136,15 @@ def test_tenants_do_not_learn_from_each_other() -> None:
     ended(drafting, [1, 5, 6, 7, 8], "old", tenant=b"red")
     assert drafting.propose([task([3, 5, 6], request_id="a", tenant=b"blue")]) == [NO_DRAFTS]
     assert drafting.propose([task([3, 5, 6], request_id="b", tenant=b"red")]) == [Drafts.chain((7, 8))]
+
+
+def test_a_request_that_reuses_nothing_neither_learns_nor_teaches() -> None:
+    drafting = drafter()
+    ended(drafting, [1, 5, 6, 7, 8], "apart", tenant=None)
+    assert drafting.propose([task([3, 5, 6], request_id="a")]) == [NO_DRAFTS]
+    ended(drafting, [1, 5, 6, 7, 8], "old")
+    assert drafting.propose([task([3, 5, 6], request_id="b", tenant=None)]) == [NO_DRAFTS]
+    assert drafting.propose([task([3, 5, 6], request_id="c")]) == [Drafts.chain((7, 8))]
 
 
 def test_without_memory_only_the_own_text_counts() -> None:
